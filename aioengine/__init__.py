@@ -1,0 +1,1 @@
+"""aioengine: every rank is one process that the launcher started."""

@@ -1,0 +1,127 @@
+"""Command line and TOML file -> EngineConfig. Flags win over the file, the file over defaults."""
+
+import argparse
+import re
+import tomllib
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
+
+import msgspec
+
+from aioengine.config import EngineConfig
+
+GROUPS: Final = {
+    "model": "model",
+    "parallel": "parallel layout",
+    "engine": "engine",
+    "limits": "time limits",
+    "api": "HTTP API",
+    "other": "other",
+}
+
+
+def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser with one flag per EngineConfig field, grouped, plus `--config`."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "--config", metavar="FILE.toml", help="Settings by field name; flags on the line win."
+    )
+    sections = {key: parser.add_argument_group(title) for key, title in GROUPS.items()}
+    for field in msgspec.structs.fields(EngineConfig):
+        kind, meta = _unwrap(field.type)
+        assert meta.extra is not None
+        flag = "--" + field.encode_name.replace("_", "-")
+        names = [flag, *meta.extra["aliases"]]
+        shown = "" if field.default in (None, False, "") else f" [{_shown(field.default)}]"
+        help_text = f"{meta.description}{shown}".replace("%", "%%")
+        section = sections[meta.extra["group"]]
+        if kind is bool:
+            section.add_argument(
+                *names, action=argparse.BooleanOptionalAction, dest=field.name, help=help_text
+            )
+        else:
+            section.add_argument(
+                *names, dest=field.name, metavar=_metavar(kind, field.name), help=help_text
+            )
+    return parser
+
+
+def parse_config(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineConfig:
+    """Parse flags and the file they name.
+
+    Raises ValueError that names the flag or the TOML key and what was found.
+    """
+    return config_from(vars(parser.parse_args(argv)))
+
+
+def config_from(given: dict[str, Any]) -> EngineConfig:
+    """Config of parsed flags, as strings and bools by field name; unknown names are not ours."""
+    given = dict(given)
+    path = given.pop("config", None)
+    settings = _read_toml(path) if path is not None else {}
+    for name, text in given.items():
+        if name in EngineConfig.__struct_fields__:
+            settings[name] = _convert_flag(name, text)
+    return msgspec.structs.replace(EngineConfig(), **settings)
+
+
+def _convert_flag(name: str, text: str | bool) -> Any:
+    try:
+        return msgspec.convert(text, _field_type(name), strict=False)
+    except msgspec.ValidationError as error:
+        flag = "--" + name.replace("_", "-")
+        raise ValueError(f"{flag}: {_reason(error)}, got {text!r}") from None
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: {error}") from None
+    settings = {}
+    for key, value in table.items():
+        if key not in EngineConfig.__struct_fields__:
+            raise ValueError(f"--config {path}: unknown setting {key!r}")
+        try:
+            settings[key] = msgspec.convert(value, _field_type(key))
+        except msgspec.ValidationError as error:
+            raise ValueError(f"--config {path}: {key}: {_reason(error)}, got {value!r}") from None
+    return settings
+
+
+def _field_type(name: str) -> Any:
+    return EngineConfig.__annotations__[name]
+
+
+def _reason(error: msgspec.ValidationError) -> str:
+    text = re.sub(r" - at `.*`$", "", str(error)).replace("`", "")
+    text = re.sub(r"Invalid enum value .*", "not one of the choices", text)
+    text = re.sub(r", got .*$", "", text)
+    return text[:1].lower() + text[1:]
+
+
+def _unwrap(annotation: Any) -> tuple[Any, msgspec.Meta]:
+    """The plain type of a field, without Annotated and `| None`, and its Meta."""
+    if get_origin(annotation) is not Annotated:
+        annotation = next(arg for arg in get_args(annotation) if arg is not type(None))
+    kind, meta = get_args(annotation)[:2]
+    return kind, meta
+
+
+def _metavar(kind: Any, name: str) -> str:
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    if kind in (int, float):
+        return "N"
+    return "auto|N" if kind is not str else name.rsplit("_", 1)[-1].upper()
+
+
+def _shown(default: Any) -> str:
+    if default is True:
+        return "on"
+    return f"{default:g}" if isinstance(default, float) else str(default)

@@ -1,0 +1,30 @@
+"""Every limit on what a client or a connection may send, in one table."""
+
+from typing import Final
+
+MAX_BODY_BYTES: Final = 8 * 2**20
+MAX_HEADER_BYTES: Final = 16 * 2**10
+MAX_PROMPTS_PER_REQUEST: Final = 256
+MAX_CHOICES: Final = 128
+"""`n`, and n × prompts of one body."""
+MAX_MESSAGES: Final = 4096
+MAX_LOGPROBS: Final = 20
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRING_CHARS: Final = 1024
+MAX_STOP_TOKEN_IDS: Final = 256
+MAX_SEED: Final = 2**63 - 1
+
+MAX_HANDSHAKE_FRAME_BYTES: Final = 64 * 2**10
+"""Before a connection has proved itself; configurations are compared in this phase."""
+HANDSHAKE_TIMEOUT_S: Final = 20.0
+BYTES_PER_TOKEN_ID: Final = 5
+"""A msgpack integer of up to 32 bits."""
+
+
+def max_frame_bytes(max_model_len: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Largest control frame a correct launch can produce: a prompt, a plan or a step's results."""
+    prompt = max_model_len * BYTES_PER_TOKEN_ID
+    blocks = max_model_len * BYTES_PER_TOKEN_ID
+    plan = max_num_batched_tokens * BYTES_PER_TOKEN_ID + blocks + max_num_seqs * 2048
+    results = max_num_seqs * (MAX_LOGPROBS + 1) * 16
+    return 2**16 + max(prompt, plan, results) + MAX_STOP_TOKEN_IDS * BYTES_PER_TOKEN_ID

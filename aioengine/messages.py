@@ -1,0 +1,319 @@
+"""Every message that crosses a process border: closed tagged unions, msgpack-encoded.
+
+Hot messages are `array_like` (field order is the wire format; new fields go last, with defaults).
+Ids: `slot` is a row of the workers' request table, `epoch` tells two tenants of a slot apart, `seq`
+numbers plans and device calls of one replica without gaps.
+"""
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+PREV: Final = -1
+"""In `SlotStep.token_ids`: the id this request got from its latest sampled step."""
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one choice of one request asks for. The front end has resolved every default.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `logprobs` is the number of top
+    alternatives to report beside the chosen token; None reports nothing.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    choice_index: int = 0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """End-of-sequence ids included, unless the client asked to ignore them."""
+    logprobs: int | None = None
+
+
+# --- front end -> leader ---------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+    request_id: str
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    """Lower runs earlier."""
+    cache_salt: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """The client left, or the front end found a stop string. No further delta follows."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Orderly end: front end to leader, leader to peers. The receiver ends with status 0."""
+
+
+FrontEndCommand = AddRequest | Abort | Shutdown
+
+
+# --- leader -> front end ---------------------------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one output position; `top` is sorted, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
+    """What one step added to one request. Exactly one delta of a request has a finish_reason."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    num_cached_tokens: int = 0
+
+
+class LoadStats(msgspec.Struct, frozen=True, array_like=True):
+    """A replica's gauges, and counters since its start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    """Usable blocks: the null block is not counted."""
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Tokens found."""
+    last_seq: int = 0
+    num_cached_blocks: int = 0
+    """Free blocks that still hold reusable content (a part of `num_free_blocks`)."""
+
+
+class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """One message per step and front end."""
+
+    deltas: tuple[RequestDelta, ...]
+    stats: LoadStats
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """Who a rank is, for `/server_info` and for error texts."""
+
+    rank: int
+    coords: str
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.coords}) host {self.host} pid {self.pid}"
+
+
+class ReplicaReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    ranks: tuple[RankInfo, ...]
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    """What fits the KV cache; never more than what was asked for."""
+
+
+class ReplicaFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The first failure of the replica, as the line that every rank logs."""
+
+    cause: str
+
+
+class DrainRequested(msgspec.Struct, frozen=True, tag="drain"):
+    """A rank got SIGTERM. Travels peer -> leader -> front end, which drains the launch."""
+
+    rank: int
+
+
+LeaderEvent = StepReport | ReplicaReady | ReplicaFailed | DrainRequested
+
+
+# --- leader -> peers: one sequence of plans and device calls ----------------------------------
+
+
+class SlotParams(msgspec.Struct, frozen=True, array_like=True):
+    """The part of SamplingParams that the device needs."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    choice_index: int
+    logprobs: int | None
+
+
+class NewSlot(msgspec.Struct, frozen=True, array_like=True):
+    """A request enters a slot (for the first time, or again after preemption)."""
+
+    slot: int
+    epoch: int
+    params: SlotParams
+
+
+class SlotStep(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens of one request in one step, at positions start, start + 1, …"""
+
+    slot: int
+    epoch: int
+    start: int
+    token_ids: tuple[int, ...]
+    """Literal ids, or (PREV,)."""
+    new_block_ids: tuple[int, ...]
+    """Appended to the slot's block table; a slot that is new starts with an empty one."""
+    sample: bool
+    """Draw the token that follows the last of `token_ids`."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
+    """What every rank of the replica computes in one step: differences only."""
+
+    new_slots: tuple[NewSlot, ...]
+    steps: tuple[SlotStep, ...]
+    share_sampled: bool = False
+    """Hand the sampled ids to the ranks that embed, so that a later plan may say PREV."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.steps
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(step.token_ids) for step in self.steps)
+
+
+class DeviceCall(msgspec.Struct, frozen=True, tag="call"):
+    """Run a registered method of the worker on every rank of the replica."""
+
+    method: str
+    kwargs: dict[str, Any]
+
+
+Job = StepPlan | DeviceCall
+
+
+class Ordered(msgspec.Struct, frozen=True, array_like=True, tag="ordered"):
+    """A job with its place in the replica's sequence; a gap on arrival is an error."""
+
+    seq: int
+    job: Job
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
+    """`last_seq` is the last completed job, `doing` what the device thread is in."""
+
+    last_seq: int
+    doing: str
+
+
+PeerCommand = Ordered | Heartbeat | ReplicaFailed | Shutdown
+
+
+# --- peers -> leader ---------------------------------------------------------------------------
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens one slot drew in a step; empty with `error` set when its logits were unusable."""
+
+    slot: int
+    epoch: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str = ""
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
+    """From the output rank: one `Sampled` for every SlotStep with `sample`."""
+
+    seq: int
+    sampled: tuple[Sampled, ...]
+    weight_version: int = 0
+
+
+class CallReply(msgspec.Struct, frozen=True, tag="reply"):
+    seq: int
+    value: Any
+
+
+class JobFailed(msgspec.Struct, frozen=True, tag="job_failed"):
+    """A job raised on this rank's device thread."""
+
+    seq: int
+    type_name: str
+    message: str
+    traceback: str
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="bye"):
+    """This side closes in order: the end of the connection is no failure."""
+
+
+PeerEvent = StepResult | CallReply | JobFailed | Heartbeat | DrainRequested | Goodbye
+
+
+# --- handshake and bootstrap --------------------------------------------------------------------
+
+Role = Literal["member", "peer", "front_end"]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First frame of the dialling side; `nonce` is fresh for each connection."""
+
+    rank: int
+    role: Role
+    nonce: bytes
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, tag="proof"):
+    proof: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The accepting side is satisfied; the connection now carries its role's messages."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    reason: str
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    host: str
+    port: int
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True, tag="member"):
+    """Every rank to rank 0, once."""
+
+    info: RankInfo
+    node: str
+    endpoint: Endpoint | None
+    """Where a leader listens for its peers and front ends."""
+    config: bytes
+    """The JSON form of its EngineConfig, to be compared field by field."""
+
+
+class Roster(msgspec.Struct, frozen=True, kw_only=True, tag="roster"):
+    """Rank 0 to every rank, when all are there. Indexed by rank."""
+
+    members: tuple[Member, ...]
+
+
+HandshakeMessage = Hello | Challenge | Proof | Welcome | Refused | Member | Roster
