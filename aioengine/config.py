@@ -63,7 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ) = None
     seed: Annotated[
         int,
-        _meta("model", "Seeds the seeds that requests without one get.", ge=0, lt=2**63),
+        _meta("model", "Seeds the seeds that requests without one get.", ge=0, le=2**63 - 1),
     ] = 0
     quantization: Annotated[str, _meta("model", "Not available yet.")] | None = None
     chat_template: (

@@ -16,7 +16,7 @@ class StartupTimeoutError(StartupError):
     """Some ranks did not arrive in time; names them and `--startup-timeout-seconds`."""
 
 
-class HandshakeError(EngineError):
+class HandshakeError(StartupError):
     """A connection on a control port did not prove that it belongs to this launch."""
 
 

@@ -21,10 +21,19 @@ GROUPS: Final = {
 
 
 def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser with one flag per EngineConfig field, grouped, plus `--config`."""
+    """A parser for a command whose only arguments are the settings."""
     parser = argparse.ArgumentParser(
         prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
+    add_flags(parser)
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag per EngineConfig field, grouped, plus `--config`.
+
+    The parser's `argument_default` must be SUPPRESS: only what was given reaches `config_from`.
+    """
     parser.add_argument(
         "--config", metavar="FILE.toml", help="Settings by field name; flags on the line win."
     )
@@ -45,7 +54,6 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
             section.add_argument(
                 *names, dest=field.name, metavar=_metavar(kind, field.name), help=help_text
             )
-    return parser
 
 
 def parse_config(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineConfig:

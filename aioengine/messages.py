@@ -38,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 # --- front end -> leader ---------------------------------------------------------------------
 
 
-class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+class AddRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="add"):
     request_id: str
     token_ids: tuple[int, ...]
     params: SamplingParams
@@ -47,13 +47,13 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     cache_salt: str = ""
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     """The client left, or the front end found a stop string. No further delta follows."""
 
     request_id: str
 
 
-class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Orderly end: front end to leader, leader to peers. The receiver ends with status 0."""
 
 
@@ -118,7 +118,7 @@ class RankInfo(msgspec.Struct, frozen=True):
         return f"rank {self.rank} ({self.coords}) host {self.host} pid {self.pid}"
 
 
-class ReplicaReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+class ReplicaReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     ranks: tuple[RankInfo, ...]
     num_blocks: int
     block_size: int
@@ -126,13 +126,13 @@ class ReplicaReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """What fits the KV cache; never more than what was asked for."""
 
 
-class ReplicaFailed(msgspec.Struct, frozen=True, tag="failed"):
+class ReplicaFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The first failure of the replica, as the line that every rank logs."""
 
     cause: str
 
 
-class DrainRequested(msgspec.Struct, frozen=True, tag="drain"):
+class DrainRequested(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
     """A rank got SIGTERM. Travels peer -> leader -> front end, which drains the launch."""
 
     rank: int
@@ -195,7 +195,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
         return sum(len(step.token_ids) for step in self.steps)
 
 
-class DeviceCall(msgspec.Struct, frozen=True, tag="call"):
+class DeviceCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
     """Run a registered method of the worker on every rank of the replica."""
 
     method: str
@@ -212,7 +212,7 @@ class Ordered(msgspec.Struct, frozen=True, array_like=True, tag="ordered"):
     job: Job
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """`last_seq` is the last completed job, `doing` what the device thread is in."""
 
     last_seq: int
@@ -243,12 +243,12 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     weight_version: int = 0
 
 
-class CallReply(msgspec.Struct, frozen=True, tag="reply"):
+class CallReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
     seq: int
     value: Any
 
 
-class JobFailed(msgspec.Struct, frozen=True, tag="job_failed"):
+class JobFailed(msgspec.Struct, frozen=True, array_like=True, tag="job_failed"):
     """A job raised on this rank's device thread."""
 
     seq: int
@@ -257,7 +257,7 @@ class JobFailed(msgspec.Struct, frozen=True, tag="job_failed"):
     traceback: str
 
 
-class Goodbye(msgspec.Struct, frozen=True, tag="bye"):
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
     """This side closes in order: the end of the connection is no failure."""
 
 

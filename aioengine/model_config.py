@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-RopeType = Literal["default", "linear", "llama3"]
+RopeType = Literal["default", "linear", "llama3", "freq_factors"]
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,6 +16,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    freq_factors: tuple[float, ...] = ()
+    """Of type freq_factors, GGUF's form of llama3: head_dim / 2 divisors, one per frequency."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):

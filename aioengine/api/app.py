@@ -1,0 +1,146 @@
+"""Routes, middleware and the HTTP server."""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from aioengine import limits
+from aioengine.api import status, tokens
+from aioengine.api.chat import chat_completions
+from aioengine.api.completions import completions
+from aioengine.api.context import API, Api
+from aioengine.api.errors import ApiError
+
+log = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+ALWAYS_OPEN = frozenset({"/livez", "/readyz", "/health"})
+CLOSE_GRACE_S = 2.0
+"""For handlers that are still writing when the server closes."""
+
+
+def build_app(api: Api) -> web.Application:
+    root = api.config.root_path
+    app = web.Application(
+        client_max_size=limits.MAX_BODY_BYTES, middlewares=[shape_errors, check_key, check_serving]
+    )
+    app[API] = api
+    app.add_routes(
+        [
+            web.get(f"{root}/livez", status.livez),
+            web.get(f"{root}/readyz", status.readyz),
+            web.get(f"{root}/health", status.health),
+            web.get(f"{root}/version", status.server_version),
+            web.get(f"{root}/server_info", status.server_info),
+            web.get(f"{root}/metrics", status.metrics),
+            web.get(f"{root}/v1/models", status.models),
+            web.get(root + "/v1/models/{name:.+}", status.one_model),
+            web.post(f"{root}/v1/completions", completions),
+            web.post(f"{root}/v1/chat/completions", chat_completions),
+            web.post(f"{root}/tokenize", tokens.tokenize),
+            web.post(f"{root}/detokenize", tokens.detokenize),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error leaves in OpenAI's form."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return error.response()
+    except web.HTTPException as error:
+        shaped = ApiError(error.status, _http_message(request, error)).response()
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            shaped.headers["Allow"] = error.headers["Allow"]
+        return shaped
+    except ConnectionError:
+        raise  # the client has left; there is nobody to answer
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return ApiError(500, "internal error; the server's log has the details").response()
+
+
+def _http_message(request: web.Request, error: web.HTTPException) -> str:
+    match error.status:
+        case 404:
+            return f"there is no route {request.path}"
+        case 405:
+            return f"{request.path} does not take {request.method}"
+        case 413:
+            return f"the body is larger than {limits.MAX_BODY_BYTES} bytes"
+        case _:
+            return error.text or error.reason
+
+
+@web.middleware
+async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The API key, where one is set. Routes are closed unless they are listed as open."""
+    config = request.app[API].config
+    path = request.path.removeprefix(config.root_path)
+    is_open = path in ALWAYS_OPEN or (path == "/metrics" and not config.metrics_require_key)
+    if config.api_key is not None and not is_open:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {config.api_key}".encode()):
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+    return await handler(request)
+
+
+@web.middleware
+async def check_serving(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """503 with Retry-After while the engine takes no work, whatever the body."""
+    path = request.path.removeprefix(request.app[API].config.root_path)
+    if path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
+        request.app[API].served()
+    return await handler(request)
+
+
+class HttpServer:
+    """The listening server of one front end. Owns its socket and the endpoint file."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._runner = web.AppRunner(
+            build_app(api),
+            handler_cancellation=True,  # a client that leaves ends its handler, streaming or not
+            access_log=None,
+            shutdown_timeout=CLOSE_GRACE_S,
+            max_line_size=limits.MAX_HEADER_BYTES,
+            max_field_size=limits.MAX_HEADER_BYTES,
+        )
+        self._endpoint_file: Path | None = None
+
+    async def open(self) -> str:
+        """Listen and return the URL. Raises OSError when the port is taken."""
+        config = self._api.config
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, config.host, config.port, backlog=1024)
+        await site.start()
+        port = self._runner.addresses[0][1]
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        url = f"http://{host}:{port}{config.root_path}"
+        if config.endpoint_file is not None:
+            self._endpoint_file = Path(config.endpoint_file)
+            await asyncio.get_running_loop().run_in_executor(
+                None, _write_atomically, self._endpoint_file, url + "\n"
+            )
+        return url
+
+    async def close(self) -> None:
+        """Stop listening, let handlers write their last bytes, remove the endpoint file."""
+        await self._runner.cleanup()
+        if self._endpoint_file is not None:
+            self._endpoint_file.unlink(missing_ok=True)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """A reader sees the whole text or no file."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text)
+    draft.replace(path)

@@ -1,0 +1,53 @@
+"""What every handler works with."""
+
+import random
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from aioengine.api.errors import ApiError
+from aioengine.config import EngineConfig
+from aioengine.frontend.front_end import FrontEnd
+from aioengine.frontend.text import ServedModel, TextPool
+from aioengine.layout import ParallelLayout
+
+
+@dataclass(slots=True)
+class Api:
+    """The front end and the served model; `model` is None until it has been read."""
+
+    config: EngineConfig
+    layout: ParallelLayout
+    front_end: FrontEnd
+    text: TextPool
+    started_at: int
+    """Unix time, seconds."""
+    model: ServedModel | None = None
+    seeds: random.Random = field(default_factory=random.Random)
+    """Seeds for requests that bring none."""
+    unknown_fields: set[str] = field(default_factory=set)
+    """Names that were logged already."""
+
+    def served(self) -> ServedModel:
+        """The model, while the engine takes work. Raises ApiError 503 otherwise."""
+        health = self.front_end.health
+        if self.model is None or health == "starting":
+            raise ApiError(503, "the server is starting", code="starting")
+        if health in ("draining", "failed"):
+            raise ApiError(503, "; ".join(self.front_end.causes) or "draining", code=health)
+        return self.model
+
+    def served_as(self, name: str | None) -> ServedModel:
+        """The model under the name that a body asks for (None: whichever there is)."""
+        model = self.served()
+        if name is not None and name != model.name:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist; this server has {model.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+
+API = web.AppKey("api", Api)

@@ -1,0 +1,51 @@
+"""What went wrong, in the form that OpenAI's clients expect."""
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+RETRY_AFTER_S = 5
+
+
+class ApiError(Exception):
+    """Becomes a response with an OpenAI-shaped body; `param` names the field at fault."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status, str(self), self.param, self.code)
+
+    def response(self) -> web.Response:
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status == 503 else {}
+        return web.Response(
+            status=self.status,
+            body=msgspec.json.encode(self.body()),
+            content_type="application/json",
+            headers=headers,
+        )
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str) -> ApiError:
+    return invalid(f"{param} is not supported by this server yet", param, "unsupported")
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+    if status >= 500:
+        kind = "server_error" if status == 500 else "service_unavailable_error"
+    else:
+        kind = kinds.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,116 @@
+"""Parts of responses that both generation routes share: ids, usage, log probabilities."""
+
+import math
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from aioengine.api.errors import ApiError, error_body
+from aioengine.api.sse import EventStream
+from aioengine.errors import RequestFailedError
+from aioengine.frontend.records import Choice, Generation, Update
+from aioengine.frontend.tokenizer import Tokenizer
+from aioengine.messages import TokenLogprobs
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def json_response(body: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
+    """Token counts; a prompt that n choices share counts once."""
+    prompts = choices[::n]
+    prompt_tokens = sum(len(choice.spec.prompt_ids) for choice in prompts)
+    completion_tokens = sum(choice.num_output_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(choice.num_cached_tokens for choice in prompts)
+        },
+    }
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> dict[str, Any]:
+    """The chat route's `logprobs` object."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": tokenizer.token_text(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+    return {
+        "content": [
+            {
+                **entry(token_id, item.logprob),
+                "top_logprobs": [entry(top_id, logprob) for top_id, logprob in item.top],
+            }
+            for token_id, item in zip(token_ids, logprobs, strict=True)
+        ]
+    }
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    offset: int = 0,
+) -> dict[str, Any]:
+    """The completions route's `logprobs` object; `offset` is where its text begins."""
+    tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(item.logprob) for item in logprobs],
+        "top_logprobs": [
+            {tokenizer.token_text(top_id): finite(logprob) for top_id, logprob in item.top}
+            for item in logprobs
+        ],
+        "text_offset": offsets,
+    }
+
+
+async def collect(generation: Generation) -> list[Update]:
+    """Wait for the end; one merged Update per choice. Raises ApiError 503 when one failed."""
+    whole = [Update(choice.index) for choice in generation.choices]
+    try:
+        async for updates in generation:
+            for update in updates:
+                total = whole[update.index]
+                total.text += update.text
+                total.token_ids += update.token_ids
+                total.logprobs += update.logprobs
+                total.finish_reason = update.finish_reason
+                total.stop_reason = update.stop_reason
+    except RequestFailedError as error:
+        raise ApiError(503, str(error)) from None
+    return whole
+
+
+async def end_with_error(stream: EventStream, error: RequestFailedError) -> web.StreamResponse:
+    """A failure in a stream: one error event, then the end."""
+    await stream.send([error_body(503, str(error))])
+    await stream.close()
+    return stream.response

@@ -1,0 +1,174 @@
+"""A body's prompt and sampling fields -> what the front end sends to a replica."""
+
+import logging
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from aioengine import limits
+from aioengine.api.context import Api
+from aioengine.api.errors import ApiError, invalid
+from aioengine.api.schema import ChatBody, Message, SamplingBody, TokenizeBody
+from aioengine.frontend.detokenizer import IncrementalDetokenizer
+from aioengine.frontend.front_end import UnavailableError
+from aioengine.frontend.records import ChoiceSpec, Generation
+from aioengine.frontend.text import ServedModel
+from aioengine.messages import SamplingParams
+
+log = logging.getLogger(__name__)
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing logits by them would overflow."""
+MAX_LOGGED_FIELDS = 100
+
+
+def log_unknown_fields(api: Api, names: list[str]) -> None:
+    """One line for each field name that nobody knows."""
+    for name in names:
+        if name not in api.unknown_fields and len(api.unknown_fields) < MAX_LOGGED_FIELDS:
+            api.unknown_fields.add(name)
+            log.info("ignoring the unknown request field %r", name[:64])
+
+
+async def encode_text(api: Api, model: ServedModel, text: str, add_special: bool) -> list[int]:
+    return await api.text.run(model.tokenizer.encode, text, add_special_tokens=add_special)
+
+
+async def encode_chat(
+    api: Api, model: ServedModel, body: ChatBody | TokenizeBody, messages: Sequence[Message]
+) -> list[int]:
+    """Render the model's chat template and encode it. Raises ApiError 400 for template errors."""
+    rendered = [message.for_template() for message in messages]
+
+    def render() -> list[int]:
+        text = model.template.render(
+            rendered,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            bos_token=model.tokenizer.bos_token,
+            eos_token=model.tokenizer.eos_token,
+            extra=body.chat_template_kwargs,
+        )
+        return model.tokenizer.encode(text, add_special_tokens=False)
+
+    try:
+        return await api.text.run(render)
+    except ValueError as error:
+        raise invalid(f"chat template: {error}", "messages") from None
+
+
+def choice_specs(
+    api: Api,
+    model: ServedModel,
+    body: SamplingBody,
+    prompts: Sequence[Sequence[int]],
+    *,
+    prompt_field: str,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> list[ChoiceSpec]:
+    """n choices per prompt, prompt by prompt. `max_tokens` None: as long as the context lasts."""
+    n = body.n or 1
+    if n * len(prompts) > limits.MAX_CHOICES:
+        raise invalid(f"n × prompts is {n * len(prompts)}, the limit is {limits.MAX_CHOICES}", "n")
+    stop = body.stop_strings()
+    seed = api.seeds.getrandbits(63) if body.seed is None else body.seed & limits.MAX_SEED
+    specs = []
+    for prompt_ids in prompts:
+        room = _check_prompt(api, model, prompt_ids, prompt_field)
+        if max_tokens is not None and max_tokens > room:
+            raise invalid(
+                f"max_tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens exceed the "
+                f"context of {api.front_end.max_model_len} tokens",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+        for choice_index in range(n):
+            params = _sampling_params(model, body, seed, choice_index, max_tokens or room, logprobs)
+            detokenizer = IncrementalDetokenizer(
+                model.tokenizer,
+                stop=stop,
+                include_stop=body.include_stop_str_in_output,
+                skip_special_tokens=body.skip_special_tokens,
+            )
+            specs.append(
+                ChoiceSpec(
+                    prompt_ids=tuple(prompt_ids),
+                    params=params,
+                    detokenizer=detokenizer,
+                    include_stop=body.include_stop_str_in_output,
+                    priority=body.priority,
+                    cache_salt=body.cache_salt or "",
+                )
+            )
+    return specs
+
+
+def _check_prompt(
+    api: Api, model: ServedModel, prompt_ids: Sequence[int], prompt_field: str
+) -> int:
+    """Tokens of the context that a prompt leaves."""
+    max_model_len = api.front_end.max_model_len
+    assert max_model_len is not None
+    if not prompt_ids:
+        raise invalid(f"{prompt_field} must not be empty", prompt_field)
+    if len(prompt_ids) >= max_model_len:
+        raise invalid(
+            f"{prompt_field} has {len(prompt_ids)} tokens, the context is {max_model_len} tokens",
+            prompt_field,
+            "context_length_exceeded",
+        )
+    if max(prompt_ids) >= model.config.vocab_size:
+        raise invalid(
+            f"{prompt_field} has token id {max(prompt_ids)}, the vocabulary has "
+            f"{model.config.vocab_size}",
+            prompt_field,
+        )
+    return max_model_len - len(prompt_ids)
+
+
+def _sampling_params(
+    model: ServedModel,
+    body: SamplingBody,
+    seed: int,
+    choice_index: int,
+    max_tokens: int,
+    logprobs: int | None,
+) -> SamplingParams:
+    temperature = 1.0 if body.temperature is None else body.temperature
+    stop_ids = list(body.stop_token_ids or [])
+    if len(stop_ids) > limits.MAX_STOP_TOKEN_IDS:
+        raise invalid(
+            f"at most {limits.MAX_STOP_TOKEN_IDS} ids, got {len(stop_ids)}", "stop_token_ids"
+        )
+    if any(token_id >= model.config.vocab_size for token_id in stop_ids):
+        raise invalid(
+            f"stop_token_ids has {max(stop_ids)}, the vocabulary has {model.config.vocab_size}",
+            "stop_token_ids",
+        )
+    if not body.ignore_eos:
+        stop_ids += model.eos_token_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=max(body.top_k or 0, 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        seed=seed,
+        choice_index=choice_index,
+        stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+        logprobs=logprobs,
+    )
+
+
+def start_generation(api: Api, request: web.Request, specs: list[ChoiceSpec]) -> Generation:
+    """Hand the choices to replicas. Raises ApiError 503 when no new work is taken."""
+    pin = request.headers.get("X-data-parallel-rank")
+    if pin is not None and not pin.isdecimal():
+        raise invalid(f"X-data-parallel-rank must be a number, got {pin[:32]!r}")
+    try:
+        return api.front_end.generate(specs, None if pin is None else int(pin))
+    except UnavailableError as error:
+        raise ApiError(503, str(error)) from None
+    except ValueError as error:
+        raise invalid(str(error)) from None

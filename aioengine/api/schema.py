@@ -1,0 +1,220 @@
+"""Bodies of requests. msgspec checks types and bounds; what no type can say is checked here, too.
+
+Fields that OpenAI's reference has and we do not serve yet are listed in `UNSUPPORTED` with the
+values that ask for nothing; any other value is a 400 with code "unsupported". Fields that neither
+knows are ignored.
+"""
+
+import re
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from aioengine import limits
+from aioengine.api.errors import invalid, unsupported
+
+Body = TypeVar("Body", bound="SamplingBody")
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+
+UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0, 0.0),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "logit_bias": (None, {}),
+    "min_tokens": (None, 0),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "presence_penalty": (None, 0, 0.0),
+    "prompt_logprobs": (None,),
+    "reasoning_effort": (None,),
+    "repetition_penalty": (None, 1, 1.0),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "web_search_options": (None,),
+}
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingBody(msgspec.Struct, kw_only=True):
+    """What both routes share. None means: not given."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=limits.MAX_CHOICES)] | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=limits.MAX_SEED)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if len(strings) > limits.MAX_STOP_STRINGS:
+            raise invalid(
+                f"at most {limits.MAX_STOP_STRINGS} stop strings, got {len(strings)}", "stop"
+            )
+        for text in strings:
+            if not text:
+                raise invalid("a stop string must not be empty", "stop")
+            if len(text) > limits.MAX_STOP_STRING_CHARS:
+                raise invalid(
+                    f"a stop string has at most {limits.MAX_STOP_STRING_CHARS} characters, got "
+                    f"{len(text)}",
+                    "stop",
+                )
+        return strings
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool = True
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt: text, or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        entries = self.prompt
+        if not entries:
+            raise invalid("prompt must not be empty", "prompt")
+        if all(isinstance(entry, int) for entry in entries):
+            return [[entry for entry in entries if isinstance(entry, int)]]
+        if len(entries) > limits.MAX_PROMPTS_PER_REQUEST:
+            raise invalid(
+                f"at most {limits.MAX_PROMPTS_PER_REQUEST} prompts in one request, got "
+                f"{len(entries)}",
+                "prompt",
+            )
+        texts = [entry for entry in entries if isinstance(entry, str)]
+        lists = [entry for entry in entries if isinstance(entry, list)]
+        if len(texts) == len(entries):
+            return list(texts)
+        if len(lists) == len(entries):
+            return list(lists)
+        raise invalid(
+            "prompt must be a string, token ids, or a list of only one of these", "prompt"
+        )
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class Message(msgspec.Struct, kw_only=True):
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: content is one string."""
+        if self.tool_calls:
+            raise unsupported("messages.tool_calls")
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        message = {"role": self.role, "content": content or ""}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=limits.MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Of text (`prompt`), or of a conversation (`messages`)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
+
+
+def decode_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
+    """Raises ApiError 400 that names the field and what was found."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(error) from None
+    except msgspec.DecodeError as error:
+        raise invalid(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise invalid("the body is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise invalid(f"the body is not valid UTF-8: {error}") from None
+
+
+def decode_sampling_body(data: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
+    """A body, and the names of the fields in it that this server does not know.
+
+    Raises ApiError 400, also for what is known but not supported.
+    """
+    body = decode_body(data, kind)
+    fields = msgspec.json.decode(data)
+    unknown = []
+    for name, value in fields.items():
+        if name in kind.__struct_fields__:
+            continue
+        if name not in UNSUPPORTED:
+            unknown.append(name)
+        elif not any(value == neutral for neutral in UNSUPPORTED[name]):
+            raise unsupported(name)
+    return body, unknown
+
+
+def _invalid_field(error: msgspec.ValidationError) -> Exception:
+    text = str(error)
+    match = re.search(r" - at `\$(?:\.?(?P<path>[^`]*))`$", text)
+    path = match["path"] if match else ""
+    message = text[: match.start()] if match else text
+    missing = re.match(r"Object missing required field `(\w+)`", message)
+    if missing:
+        path = f"{path}.{missing[1]}".lstrip(".")
+    param = path.replace("[...]", "") or None
+    return invalid(f"{param}: {message}" if param else message, param)

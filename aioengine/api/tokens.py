@@ -1,0 +1,45 @@
+"""POST /tokenize and /detokenize."""
+
+from aiohttp import web
+
+from aioengine.api.context import API
+from aioengine.api.errors import invalid
+from aioengine.api.outputs import json_response
+from aioengine.api.prompts import encode_chat, encode_text
+from aioengine.api.schema import DetokenizeBody, TokenizeBody, decode_body
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    api = request.app[API]
+    body = decode_body(await request.read(), TokenizeBody)
+    model = api.served_as(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("give either prompt or messages", "prompt")
+    if body.messages is not None:
+        token_ids = await encode_chat(api, model, body, body.messages)
+    else:
+        assert body.prompt is not None
+        add_special = True if body.add_special_tokens is None else body.add_special_tokens
+        token_ids = await encode_text(api, model, body.prompt, add_special)
+    strings = [model.tokenizer.token_text(token_id) for token_id in token_ids]
+    return json_response(
+        {
+            "count": len(token_ids),
+            "max_model_len": api.front_end.max_model_len,
+            "tokens": token_ids,
+            "token_strs": strings if body.return_token_strs else None,
+        }
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    api = request.app[API]
+    body = decode_body(await request.read(), DetokenizeBody)
+    model = api.served_as(body.model)
+    if body.tokens and max(body.tokens) >= model.config.vocab_size:
+        raise invalid(
+            f"tokens has id {max(body.tokens)}, the vocabulary has {model.config.vocab_size}",
+            "tokens",
+        )
+    text = await api.text.run(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text})

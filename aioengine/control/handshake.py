@@ -1,0 +1,180 @@
+"""Mutual proof, on every control connection, that both ends belong to this attempt of the launch.
+
+    dialler                               acceptor
+    Hello(rank, role, nonce_d)    ──►
+                                  ◄──     Challenge(nonce_a, HMAC(key, "accept", …))
+    Proof(HMAC(key, "dial", …))   ──►
+                                  ◄──     Welcome | Refused
+
+Both MACs (HMAC-SHA256, RFC 2104) cover both nonces, the rank and the role, so none can be replayed
+or reflected. The key mixes the job's secret with the id of the attempt.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import Iterable
+
+import msgspec
+
+from aioengine.control.channel import Connection
+from aioengine.errors import HandshakeError
+from aioengine.limits import HANDSHAKE_TIMEOUT_S, MAX_HANDSHAKE_FRAME_BYTES
+from aioengine.messages import (
+    Challenge,
+    Endpoint,
+    HandshakeMessage,
+    Hello,
+    Proof,
+    Refused,
+    Role,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+decode_handshake = msgspec.msgpack.Decoder(HandshakeMessage).decode
+NONCE_BYTES = 32
+
+
+def attempt_key(secret: bytes, attempt: str) -> bytes:
+    return hmac.digest(secret, b"aioengine attempt " + attempt.encode(), hashlib.sha256)
+
+
+def _mac(key: bytes, side: str, hello: Hello, accept_nonce: bytes) -> bytes:
+    text = f"{side} {hello.rank} {hello.role} ".encode()
+    return hmac.digest(key, text + hello.nonce + accept_nonce, hashlib.sha256)
+
+
+async def receive_message(connection: Connection) -> HandshakeMessage:
+    """The next handshake message. Raises HandshakeError for anything else."""
+    try:
+        return decode_handshake(await connection.receive())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HandshakeError(f"{connection.peer} sent no handshake message ({error})") from None
+    except ConnectionError as error:
+        raise HandshakeError(f"{connection.peer}: {error}") from None
+
+
+async def dial(
+    endpoint: Endpoint, rank: int, role: Role, key: bytes, max_frame_bytes: int
+) -> Connection:
+    """Connect as `rank` in `role`. Raises HandshakeError that names the endpoint."""
+    where = f"{endpoint.host}:{endpoint.port}"
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            _, connection = await loop.create_connection(
+                lambda: Connection(MAX_HANDSHAKE_FRAME_BYTES), endpoint.host, endpoint.port
+            )
+            hello = Hello(rank=rank, role=role, nonce=secrets.token_bytes(NONCE_BYTES))
+            connection.send(hello)
+            answer = await receive_message(connection)
+            if isinstance(answer, Refused):
+                raise HandshakeError(f"{where} refused rank {rank} as {role}: {answer.reason}")
+            if not isinstance(answer, Challenge) or not hmac.compare_digest(
+                answer.proof, _mac(key, "accept", hello, answer.nonce)
+            ):
+                raise HandshakeError(f"{where} does not belong to this attempt of the launch")
+            connection.send(Proof(_mac(key, "dial", hello, answer.nonce)))
+            answer = await receive_message(connection)
+    except TimeoutError:
+        raise HandshakeError(f"{where} did not answer in {HANDSHAKE_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise HandshakeError(f"cannot connect to {where}: {error}") from None
+    if not isinstance(answer, Welcome):
+        reason = answer.reason if isinstance(answer, Refused) else f"unexpected {answer!r}"
+        raise HandshakeError(f"{where} refused rank {rank} as {role}: {reason}")
+    connection.max_frame_bytes = max_frame_bytes
+    return connection
+
+
+class Listener:
+    """The control port of rank 0 or of a leader: accepts each expected (role, rank) once.
+
+    Anything else is dropped with a log line and does no harm. Tasks belong to `tasks`.
+    """
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        key: bytes,
+        expected: Iterable[tuple[Role, int]],
+        max_frame_bytes: int,
+    ) -> None:
+        self._tasks = tasks
+        self._key = key
+        self._max_frame_bytes = max_frame_bytes
+        loop = asyncio.get_running_loop()
+        self._accepted: dict[tuple[Role, int], asyncio.Future[Connection]] = {
+            seat: loop.create_future() for seat in expected
+        }
+        self._server: asyncio.Server | None = None
+        self._unproven: set[Connection] = set()
+
+    async def open(self, host: str) -> Endpoint:
+        """Listen on any free port of `host`."""
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(MAX_HANDSHAKE_FRAME_BYTES, self._on_open), host, 0
+        )
+        return Endpoint(host, self._server.sockets[0].getsockname()[1])
+
+    async def wait_accepted(self, role: Role, rank: int) -> Connection:
+        return await asyncio.shield(self._accepted[role, rank])
+
+    def accepted(self, role: Role) -> list[Connection]:
+        """Connections that have come in a role, by rank."""
+        return [
+            f.result() for (r, _), f in sorted(self._accepted.items()) if r == role and f.done()
+        ]
+
+    def missing(self, role: Role) -> list[int]:
+        """Ranks that are expected in a role and have not come."""
+        return sorted(
+            rank for (r, rank), future in self._accepted.items() if r == role and not future.done()
+        )
+
+    def close(self) -> None:
+        """Stop listening and end what has not proved itself; accepted connections stay."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._unproven:
+            connection.abort()
+
+    def _on_open(self, connection: Connection) -> None:
+        self._unproven.add(connection)
+        self._tasks.create_task(self._accept(connection), name=f"handshake {connection.peer}")
+
+    async def _accept(self, connection: Connection) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                hello = await self._verify(connection)
+        except (HandshakeError, TimeoutError) as error:
+            reason = str(error) or f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s"
+            log.warning("dropped a control connection from %s: %s", connection.peer, reason)
+            connection.send(Refused(reason))
+            connection.close()
+            return
+        finally:
+            self._unproven.discard(connection)
+        connection.max_frame_bytes = self._max_frame_bytes
+        connection.send(Welcome())
+        self._accepted[hello.role, hello.rank].set_result(connection)
+
+    async def _verify(self, connection: Connection) -> Hello:
+        hello = await receive_message(connection)
+        if not isinstance(hello, Hello) or len(hello.nonce) != NONCE_BYTES:
+            raise HandshakeError("expected a hello")
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        connection.send(Challenge(nonce, _mac(self._key, "accept", hello, nonce)))
+        proof = await receive_message(connection)
+        if not isinstance(proof, Proof) or not hmac.compare_digest(
+            proof.proof, _mac(self._key, "dial", hello, nonce)
+        ):
+            raise HandshakeError(f"wrong proof for rank {hello.rank} as {hello.role}")
+        seat = self._accepted.get((hello.role, hello.rank))
+        if seat is None or seat.done():
+            known = "is here already" if seat is not None else "is not expected"
+            raise HandshakeError(f"rank {hello.rank} as {hello.role} {known}")
+        return hello

@@ -1,0 +1,51 @@
+"""SIGTERM and SIGINT as events, and the launcher's death as a third."""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+ORPHAN_DRAIN_S = 5.0
+"""What the requests in flight get when the launcher is gone."""
+
+
+class Signals:
+    """The first signal asks for a drain, the second ends the streams.
+
+    `drain_limit_s` bounds the drain; it shrinks when the launcher has died.
+    """
+
+    def __init__(self, drain_limit_s: float, watch_parent: bool) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self.drain_limit_s = drain_limit_s
+        self.on_first: Callable[[], None] | None = None
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        if watch_parent:
+            self._parent_fd = os.pidfd_open(os.getppid())
+            loop.add_reader(self._parent_fd, self._on_parent_gone)
+
+    def request_drain(self) -> None:
+        """As if the first signal had come."""
+        if not self.first.is_set():
+            self.first.set()
+            if self.on_first is not None:
+                self.on_first()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        log.info("%s", signal.Signals(number).name)
+        if self.first.is_set():
+            self.second.set()
+        self.request_drain()
+
+    def _on_parent_gone(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._parent_fd)
+        if not self.first.is_set():
+            log.error("the launcher (pid %d) is gone; draining", os.getppid())
+        self.drain_limit_s = min(self.drain_limit_s, ORPHAN_DRAIN_S)
+        self.request_drain()

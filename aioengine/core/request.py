@@ -1,0 +1,110 @@
+"""The leader's state of one request."""
+
+from collections.abc import Iterator
+from dataclasses import InitVar, dataclass, field
+
+from aioengine.core.blocks import block_digest
+from aioengine.messages import AddRequest, FinishReason
+
+Key = tuple[str, str]
+"""(source, request_id): ids are unique per front end only."""
+
+Order = tuple[int, int]
+"""(priority, arrival): unique, the lower the better."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """Changed only by the scheduler. Waiting without a slot, running with one."""
+
+    source: str
+    """The front end that added it."""
+    added: AddRequest
+    order: Order
+    digests: list[bytes]
+    """The root, then one per full block of `token_ids`, as far as anyone asked."""
+    max_model_len: InitVar[int]
+    max_num_tokens: int = field(init=False)
+    """Prompt and output together never get longer."""
+    token_ids: list[int] = field(init=False)
+    """Prompt and known output."""
+    num_prompt_tokens: int = field(init=False)
+    num_cached_tokens: int | None = None
+    """Found in the prefix cache when it first entered a slot."""
+
+    slot: int | None = None
+    epoch: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    num_registered_blocks: int = 0
+    """The first ones of `block_ids`, offered to the prefix cache already (or found there)."""
+    num_computed_tokens: int = 0
+    """Counted when they are scheduled, not when their result comes."""
+    num_samples_in_flight: int = 0
+    last_plan: int = 0
+    """Number of the plan that it was last in."""
+
+    def __post_init__(self, max_model_len: int) -> None:
+        self.token_ids = list(self.added.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        assert 0 < self.num_prompt_tokens < max_model_len
+        assert self.added.params.max_tokens > 0
+        self.max_num_tokens = min(
+            self.num_prompt_tokens + self.added.params.max_tokens, max_model_len
+        )
+
+    @property
+    def key(self) -> Key:
+        return self.source, self.added.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """What can be scheduled: literals, or with a sample in flight the one token it will be."""
+        return len(self.token_ids) + self.num_samples_in_flight - self.num_computed_tokens
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether there is a token to draw after those known and those in flight."""
+        return len(self.token_ids) + self.num_samples_in_flight < self.max_num_tokens
+
+    def is_schedulable(self, *, async_scheduling: bool) -> bool:
+        if not self.num_samples_in_flight:
+            return True
+        return async_scheduling and self.num_samples_in_flight == 1 and self.may_grow
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Take a drawn token; says whether the request ends with it."""
+        self.token_ids.append(token_id)
+        params = self.added.params
+        if token_id in params.stop_token_ids and self.num_output_tokens >= params.min_tokens:
+            return "stop"
+        return "length" if len(self.token_ids) == self.max_num_tokens else None
+
+    def iter_digests(self, start: int, stop: int, block_size: int) -> Iterator[bytes]:
+        """Digests of the full blocks `start` to `stop` - 1, computed once and only when needed."""
+        for index in range(start, stop):
+            while len(self.digests) < index + 2:
+                first = (len(self.digests) - 1) * block_size
+                block = self.token_ids[first : first + block_size]
+                self.digests.append(block_digest(self.digests[-1], block))
+            yield self.digests[index + 1]
+
+    def enter(self, slot: int, epoch: int, num_cached_blocks: int, block_size: int) -> None:
+        """Waiting to running; the tokens of the cached blocks need not be computed."""
+        self.slot = slot
+        self.epoch = epoch
+        self.num_registered_blocks = num_cached_blocks
+        self.num_computed_tokens = num_cached_blocks * block_size
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = self.num_computed_tokens
+
+    def leave(self) -> None:
+        """Running to waiting, or to its end. Samples in flight are void: their epoch is over."""
+        self.slot = None
+        self.block_ids = []
+        self.num_registered_blocks = 0
+        self.num_computed_tokens = 0
+        self.num_samples_in_flight = 0

@@ -1,0 +1,424 @@
+"""What the replica computes next: admission, microbatches, budgets, preemption, endings."""
+
+import heapq
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+
+from aioengine.core.blocks import BlockPool, root_digest
+from aioengine.core.request import Key, Request
+from aioengine.core.waiting import WaitingQueue
+from aioengine.messages import (
+    PREV,
+    AddRequest,
+    FinishReason,
+    LoadStats,
+    NewSlot,
+    RequestDelta,
+    Sampled,
+    SamplingParams,
+    SlotParams,
+    SlotStep,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The plan being built, and what is left of its budget."""
+
+    number: int
+    budget: int
+    """Tokens that still fit."""
+    max_num_requests: int
+    new_slots: list[NewSlot] = field(default_factory=list)
+    steps: dict[int, SlotStep] = field(default_factory=dict)
+    """By slot."""
+    share_sampled: bool = False
+    has_preempted: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        return not self.budget or len(self.steps) == self.max_num_requests
+
+
+class Scheduler:
+    """Decides, never executes. Plans must run, and their results come back, in the order made.
+
+    A *source* is a front end. Deltas come as (source, delta) pairs. How many plans are in flight is
+    the caller's business.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        num_slots: int,
+        num_stages: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        async_scheduling: bool,
+    ) -> None:
+        assert num_slots <= max_num_batched_tokens, "every running request gets a token in a step"
+        assert pool.num_blocks_for(max_model_len) <= pool.num_usable, "one request must fit alone"
+        self._pool = pool
+        self._num_slots = num_slots
+        self._num_stages = num_stages
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._async_scheduling = async_scheduling
+        self.weight_version = 0
+        """Of the weights that the next plan meets: new requests share prefixes within it."""
+
+        self._requests: dict[Key, Request] = {}
+        self._waiting = WaitingQueue()
+        self._running: OrderedDict[int, Request] = OrderedDict()
+        """By slot, least recently scheduled first."""
+        self._free_slots = list(range(num_slots))
+        self._arrivals = count()
+        self._epochs = count(1)
+        self._num_plans = 0
+        """Empty ones, which are not sent, do not count."""
+        self._num_preemptions = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
+        self._last_seq = 0
+
+    # --- requests come and go -------------------------------------------------------------------
+
+    def add(self, added: AddRequest, source: str) -> None:
+        """The caller has checked the prompt: not empty, shorter than max_model_len."""
+        request = Request(
+            source=source,
+            added=added,
+            order=(added.priority, next(self._arrivals)),
+            digests=[root_digest(added.cache_salt, self.weight_version)],
+            max_model_len=self._max_model_len,
+        )
+        assert request.key not in self._requests
+        self._requests[request.key] = request
+        self._waiting.push(request)
+
+    def abort(self, source: str, request_id: str) -> None:
+        """Frees slot and blocks at once. An unknown id is fine: the request may just have ended."""
+        request = self._requests.get((source, request_id))
+        if request is not None:
+            self._remove(request)
+
+    def abort_source(self, source: str) -> None:
+        """A front end is gone."""
+        for request in [r for r in self._requests.values() if r.source == source]:
+            self._remove(request)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    # --- the next plan --------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Running requests first, then new ones. Empty when nothing can be computed now.
+
+        A plan takes its share of the active requests, so that every stage gets a microbatch. Who
+        was in one of the last num_stages - 1 plans comes after the new ones: else, with async
+        scheduling, the running requests alone could fill every plan.
+        """
+        num_active = len(self._running) + min(len(self._waiting), len(self._free_slots))
+        draft = _Draft(
+            number=self._num_plans + 1,
+            budget=self._max_num_batched_tokens,
+            max_num_requests=-(-num_active // self._num_stages),
+        )
+        rested: deque[Request] = deque()
+        recent: deque[Request] = deque()
+        for request in self._running.values():
+            if request.is_schedulable(async_scheduling=self._async_scheduling):
+                is_rested = draft.number - request.last_plan >= self._num_stages
+                (rested if is_rested else recent).append(request)
+        self._continue_running(draft, rested)
+        self._admit_waiting(draft)
+        self._continue_running(draft, recent)
+        if draft.steps:
+            self._num_plans = draft.number
+        return StepPlan(tuple(draft.new_slots), tuple(draft.steps.values()), draft.share_sampled)
+
+    def _continue_running(self, draft: _Draft, ready: deque[Request]) -> None:
+        """Fill the draft up from `ready`; who finds no block there does not take a place."""
+        while ready and not draft.is_full:
+            num_places = min(draft.max_num_requests - len(draft.steps), len(ready))
+            batch = [ready.popleft() for _ in range(num_places)]
+            for request, num_tokens in _share_budget(batch, draft.budget):
+                if request.slot is not None:  # else a better one has just preempted it
+                    self._continue_request(draft, request, num_tokens)
+
+    def _continue_request(self, draft: _Draft, request: Request, num_tokens: int) -> None:
+        """Preempts the worst outside the plan for a block, but none better than `request`."""
+        num_tokens_after = request.num_computed_tokens + num_tokens
+        num_blocks = self._pool.num_blocks_for(num_tokens_after) - len(request.block_ids)
+        while self._pool.num_free < num_blocks:
+            in_reach = (r for slot, r in self._running.items() if slot not in draft.steps)
+            worst = max(in_reach, key=lambda r: r.order)
+            if worst is request:
+                return
+            self._preempt(worst)
+            draft.has_preempted = True
+        self._add_step(draft, request, num_tokens, self._pool.allocate(num_blocks))
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        """Best first, and only with blocks for all its tokens beyond what running ones still need.
+
+        A prefill that cannot end would preempt, or be preempted, for nothing.
+        """
+        if not self._waiting or not self._free_slots:
+            return
+        num_owed = sum(self._num_blocks_to_come(request) for request in self._running.values())
+        while (
+            self._free_slots
+            and not draft.is_full
+            and not draft.has_preempted
+            and (request := self._waiting.peek()) is not None
+        ):
+            cached = self._match_prefix(request)
+            num_new = self._num_blocks_to_come(request) - len(cached)
+            num_taken = num_new + self._pool.num_free_among(cached)
+            if num_taken + num_owed > self._pool.num_free:
+                return
+            self._admit(draft, request, cached)
+            num_owed += self._num_blocks_to_come(request)
+
+    def _num_blocks_to_come(self, request: Request) -> int:
+        """Blocks that its known tokens and the next one still need."""
+        return self._pool.num_blocks_for(len(request.token_ids) + 1) - len(request.block_ids)
+
+    def _match_prefix(self, request: Request) -> list[int]:
+        """Cached blocks; at least the last token is left to compute, for its logits."""
+        if not self._pool.enable_prefix_caching:
+            return []
+        block_size = self._pool.block_size
+        num_blocks = (len(request.token_ids) - 1) // block_size
+        return self._pool.match(request.iter_digests(0, num_blocks, block_size))
+
+    def _admit(self, draft: _Draft, request: Request, cached: list[int]) -> None:
+        self._waiting.discard(request)
+        slot = heapq.heappop(self._free_slots)
+        self._running[slot] = request
+        self._pool.hold(cached)
+        request.enter(slot, next(self._epochs), len(cached), self._pool.block_size)
+        if self._pool.enable_prefix_caching:
+            self._prefix_cache_queries += len(request.token_ids)
+            self._prefix_cache_hits += request.num_computed_tokens
+        draft.new_slots.append(NewSlot(slot, request.epoch, _slot_params(request.added.params)))
+
+        num_tokens = min(request.num_remaining_tokens, draft.budget)
+        num_tokens_after = request.num_computed_tokens + num_tokens
+        num_blocks = self._pool.num_blocks_for(num_tokens_after) - len(cached)
+        self._add_step(draft, request, num_tokens, cached + self._pool.allocate(num_blocks))
+
+    def _add_step(
+        self, draft: _Draft, request: Request, num_tokens: int, new_block_ids: list[int]
+    ) -> None:
+        """Put the next tokens of a request into the plan; they count as computed from here on."""
+        assert request.slot is not None
+        start = request.num_computed_tokens
+        literals = request.token_ids[start : start + num_tokens]
+        sample = num_tokens == request.num_remaining_tokens
+        draft.budget -= num_tokens
+        draft.steps[request.slot] = SlotStep(
+            slot=request.slot,
+            epoch=request.epoch,
+            start=start,
+            token_ids=tuple(literals) if literals else (PREV,),
+            new_block_ids=tuple(new_block_ids),
+            sample=sample,
+        )
+        request.block_ids += new_block_ids
+        request.num_computed_tokens += num_tokens
+        request.last_plan = draft.number
+        if sample:
+            request.num_samples_in_flight += 1
+            draft.share_sampled |= self._async_scheduling and request.may_grow
+        self._register_full_blocks(request)
+        self._running.move_to_end(request.slot)
+
+    def _register_full_blocks(self, request: Request) -> None:
+        """Offer for reuse what is computed, or planned to be, from tokens that are known."""
+        if not self._pool.enable_prefix_caching:
+            return
+        block_size = self._pool.block_size
+        first = request.num_registered_blocks
+        num_full = min(request.num_computed_tokens, len(request.token_ids)) // block_size
+        if num_full > first:
+            digests = request.iter_digests(first, num_full, block_size)
+            for block_id, digest in zip(request.block_ids[first:num_full], digests, strict=True):
+                self._pool.register(block_id, digest)
+            request.num_registered_blocks = num_full
+
+    # --- results --------------------------------------------------------------------------------
+
+    def apply(self, result: StepResult) -> list[tuple[str, RequestDelta]]:
+        """Take the tokens of one plan. Those of requests that have left their slot are dropped."""
+        self._last_seq = result.seq
+        return [
+            (request.source, self._take_sample(request, sampled))
+            for sampled in result.sampled
+            if (request := self._tenant(sampled.slot, sampled.epoch)) is not None
+        ]
+
+    def _take_sample(self, request: Request, sampled: Sampled) -> RequestDelta:
+        if sampled.error:
+            return self._end(request, "error", error=sampled.error)
+        request.num_samples_in_flight -= 1
+        num_known = len(request.token_ids)
+        finish_reason = None
+        for token_id in sampled.token_ids:
+            finish_reason = request.append(token_id)
+            if finish_reason is not None:
+                break
+        self._register_full_blocks(request)
+        token_ids = tuple(request.token_ids[num_known:])
+        logprobs = sampled.logprobs[: len(token_ids)]
+        if finish_reason is not None:
+            return self._end(request, finish_reason, token_ids, logprobs)
+        return _delta(request, token_ids, logprobs)
+
+    def fail_plan(self, plan: StepPlan, error: str) -> list[tuple[str, RequestDelta]]:
+        """A plan raised on its only rank: its requests end, if they are still in their slots.
+
+        What the plan has written is unknown, and others may share it or have it in plans in flight:
+        so the prefix cache is emptied and every other running request starts over.
+        """
+        failed = [
+            request
+            for step in plan.steps
+            if (request := self._tenant(step.slot, step.epoch)) is not None
+        ]
+        deltas = self._fail(failed, error)
+        for request in list(self._running.values()):
+            self._preempt(request)
+        self._pool.forget_content()
+        return deltas
+
+    def fail_all(self, error: str) -> list[tuple[str, RequestDelta]]:
+        """The replica has failed: every request ends."""
+        return self._fail(list(self._requests.values()), error)
+
+    def _fail(self, requests: Iterable[Request], error: str) -> list[tuple[str, RequestDelta]]:
+        return [(request.source, self._end(request, "error", error=error)) for request in requests]
+
+    # --- slots ----------------------------------------------------------------------------------
+
+    def _tenant(self, slot: int, epoch: int) -> Request | None:
+        request = self._running.get(slot)
+        return request if request is not None and request.epoch == epoch else None
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue, at its old place; its known tokens will be computed again."""
+        self._vacate(request)
+        self._waiting.push(request)
+        self._num_preemptions += 1
+
+    def _end(
+        self,
+        request: Request,
+        finish_reason: FinishReason,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        error: str = "",
+    ) -> RequestDelta:
+        """The last delta of a request, which is forgotten."""
+        self._remove(request)
+        return _delta(request, token_ids, logprobs, finish_reason, error)
+
+    def _remove(self, request: Request) -> None:
+        del self._requests[request.key]
+        if request.slot is None:
+            self._waiting.discard(request)
+        else:
+            self._vacate(request)
+
+    def _vacate(self, request: Request) -> None:
+        """Plans run in order: blocks that one in flight still writes can be reused at once."""
+        assert request.slot is not None
+        del self._running[request.slot]
+        heapq.heappush(self._free_slots, request.slot)
+        self._pool.free(request.block_ids)
+        request.leave()
+
+    # --- observation ----------------------------------------------------------------------------
+
+    def stats(self) -> LoadStats:
+        return LoadStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_free_blocks=self._pool.num_free,
+            num_blocks=self._pool.num_usable,
+            num_preemptions=self._num_preemptions,
+            prefix_cache_queries=self._prefix_cache_queries,
+            prefix_cache_hits=self._prefix_cache_hits,
+            last_seq=self._last_seq,
+            num_cached_blocks=self._pool.num_reusable,
+        )
+
+    def check_invariants(self) -> None:
+        num_holders: Counter[int] = Counter()
+        for slot, request in self._running.items():
+            assert request.slot == slot
+            assert len(request.block_ids) == self._pool.num_blocks_for(request.num_computed_tokens)
+            assert request.num_samples_in_flight <= 1 + self._async_scheduling
+            assert request.num_remaining_tokens == 1 or not request.num_samples_in_flight
+            num_holders.update(request.block_ids)
+        self._pool.check_invariants(num_holders)
+        assert sorted([*self._running, *self._free_slots]) == list(range(self._num_slots))
+        num_slotless = sum(request.slot is None for request in self._requests.values())
+        assert num_slotless == len(self._waiting)
+        assert len(self._requests) == len(self._running) + len(self._waiting)
+
+
+def _share_budget(batch: list[Request], budget: int) -> list[tuple[Request, int]]:
+    """How many tokens each gets: decodes first, prefills share the rest.
+
+    Who gets some comes back best (priority, arrival) first: in this order blocks are given out, so
+    that a request never has to preempt one already in the plan.
+    """
+    shares = []
+    running = [request for request in batch if request.slot is not None]
+    for request in sorted(running, key=lambda r: (r.num_remaining_tokens > 1, r.order)):
+        num_tokens = min(request.num_remaining_tokens, budget)
+        budget -= num_tokens
+        if num_tokens:
+            shares.append((request, num_tokens))
+    return sorted(shares, key=lambda share: share[0].order)
+
+
+def _slot_params(params: SamplingParams) -> SlotParams:
+    return SlotParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        choice_index=params.choice_index,
+        logprobs=params.logprobs,
+    )
+
+
+def _delta(
+    request: Request,
+    token_ids: tuple[int, ...] = (),
+    logprobs: tuple[TokenLogprobs, ...] = (),
+    finish_reason: FinishReason | None = None,
+    error: str = "",
+) -> RequestDelta:
+    """The first one also tells how much of the prompt was cached."""
+    is_first = request.num_output_tokens == len(token_ids)
+    return RequestDelta(
+        request_id=request.added.request_id,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        error=error,
+        num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
+    )

@@ -1,0 +1,146 @@
+"""The device thread: the only thread that touches torch, and the way in and out of it.
+
+In: a SimpleQueue. Out: a SimpleQueue and an eventfd that the loop watches; waking the loop this
+way costs half of `call_soon_threadsafe`.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from aioengine.errors import WorkerError
+from aioengine.messages import JobFailed, StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+
+class DeviceWorker(Protocol):
+    """What runs on the device thread (`worker/runner.py`). Every method blocks."""
+
+    doing: str
+    """What the thread is in, for heartbeats; read from the loop's thread."""
+
+    def prepare(self, seq: int, plan: StepPlan) -> None:
+        """Called when a plan has arrived, before the jobs ahead of it are done: post receives."""
+
+    def execute(self, seq: int, plan: StepPlan) -> StepResult | None:
+        """Compute one step. The output rank returns its result, the others None."""
+
+    def call(self, method: str, kwargs: dict[str, Any]) -> Any:
+        """Run a registered method."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobError:
+    """An exception on the device thread, as text: the object would hold frames and tensors."""
+
+    type_name: str
+    message: str
+    traceback: str
+
+    def as_message(self, seq: int) -> JobFailed:
+        return JobFailed(seq, self.type_name, self.message, self.traceback)
+
+
+OnDone = Callable[[Any, JobError | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    run: Callable[[], Any]
+    prepare: Callable[[], None] | None
+    on_done: OnDone
+
+
+class DeviceThread:
+    """Runs tasks one after the other, in the order of `submit`. A daemon: it never delays exit.
+
+    Owned by one rank; `submit` and `run` are called on the loop's thread, where `on_done` is
+    called, too.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._tasks: SimpleQueue[_Task] = SimpleQueue()
+        self._outcomes: SimpleQueue[tuple[OnDone, Any, JobError | None]] = SimpleQueue()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        loop.add_reader(self._wake_fd, self._deliver)
+        self._thread = threading.Thread(target=self._main, name="device", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, run: Callable[[], Any], on_done: OnDone, prepare: Callable[[], None] | None = None
+    ) -> None:
+        """Queue a task. `prepare` runs as soon as the thread sees the task, before earlier tasks
+        that still wait."""
+        self._tasks.put(_Task(run, prepare, on_done))
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Queue a call and wait for its value. Raises WorkerError when it raised."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+
+        def on_done(value: Any, error: JobError | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                name = getattr(function, "__name__", "device call")
+                future.set_exception(
+                    WorkerError(name, error.type_name, error.message, error.traceback)
+                )
+            else:
+                future.set_result(value)
+
+        self.submit(lambda: function(*args), on_done)
+        return await future
+
+    # --- device thread
+
+    def _main(self) -> None:
+        waiting: deque[tuple[_Task, JobError | None]] = deque()
+        while True:
+            if not waiting:
+                waiting.append(self._prepared(self._tasks.get()))
+            self._take_arrived(waiting)
+            task, error = waiting.popleft()
+            value = None
+            if error is None:
+                value, error = _attempt(task.run)
+            self._outcomes.put((task.on_done, value, error))
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _take_arrived(self, waiting: deque[tuple[_Task, JobError | None]]) -> None:
+        while True:
+            try:
+                waiting.append(self._prepared(self._tasks.get_nowait()))
+            except Empty:
+                return
+
+    def _prepared(self, task: _Task) -> tuple[_Task, JobError | None]:
+        if task.prepare is None:
+            return task, None
+        return task, _attempt(task.prepare)[1]
+
+    # --- loop thread
+
+    def _deliver(self) -> None:
+        os.eventfd_read(self._wake_fd)
+        while True:
+            try:
+                on_done, value, error = self._outcomes.get_nowait()
+            except Empty:
+                return
+            on_done(value, error)
+
+
+def _attempt(function: Callable[[], Any]) -> tuple[Any, JobError | None]:
+    try:
+        return function(), None
+    except BaseException as error:  # whatever it is, the loop decides what becomes of the replica
+        return None, JobError(type(error).__name__, str(error), traceback.format_exc())

@@ -1,0 +1,211 @@
+"""The leader's way to its ranks: every job goes to all of them, in one sequence.
+
+Plans are answered by the output rank only, device calls by every rank.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, assert_never
+
+from aioengine.control.channel import Link, frame
+from aioengine.control.watch import Failure, Watch
+from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
+from aioengine.errors import ReplicaFailedError
+from aioengine.messages import (
+    CallReply,
+    DeviceCall,
+    DrainRequested,
+    Goodbye,
+    Heartbeat,
+    Job,
+    JobFailed,
+    Ordered,
+    PeerEvent,
+    ReplicaFailed,
+    Shutdown,
+    StepPlan,
+    StepResult,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    plan: StepPlan
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """Only on a replica of one rank; with more, a failed step fails the replica."""
+
+    plan: StepPlan
+    error: JobFailed
+
+
+@dataclass(slots=True)
+class _PendingCall:
+    future: "asyncio.Future[list[Any]]"
+    replies: dict[int, Any]
+
+
+class Executor:
+    """Sends jobs to this rank's device thread and to the peers, and collects what comes back.
+
+    `on_step` gets every finished step in plan order. Loop thread only.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        device: DeviceThread,
+        worker: DeviceWorker,
+        peers: dict[int, Link],
+        on_step: Callable[[StepDone | StepFailed], None],
+        on_drain: Callable[[DrainRequested], None],
+    ) -> None:
+        self._watch = watch
+        self._rank = watch.me.rank
+        self._device = device
+        self._worker = worker
+        self._peers = peers
+        self._on_step = on_step
+        self._on_drain = on_drain
+        self._seq = 0
+        self._plans: deque[tuple[int, StepPlan, float]] = deque()
+        self._calls: dict[int, _PendingCall] = {}
+        self._waiting_for: set[int] = set(peers)
+        self._all_departed = asyncio.Event()
+        self.last_seq = 0
+        """Of the last finished step or call."""
+        watch.failed.add_done_callback(self._fail_calls)
+        for rank, link in peers.items():
+            link.start(PeerEvent, partial(self._on_peer, rank), partial(self._on_peer_closed, rank))
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._plans)
+
+    def oldest_step_age_s(self) -> float:
+        """Seconds since the oldest unfinished plan was sent; 0 when there is none."""
+        return time.monotonic() - self._plans[0][2] if self._plans else 0.0
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send a plan to every rank. Its end comes to `on_step`."""
+        seq = self._send(plan)
+        self._plans.append((seq, plan, time.monotonic()))
+        self._device.submit(
+            lambda: self._worker.execute(seq, plan),
+            partial(self._on_own_step, seq),
+            lambda: self._worker.prepare(seq, plan),
+        )
+
+    async def call(self, method: str, **kwargs: Any) -> list[Any]:
+        """Run a registered method on every rank; values in rank order.
+
+        Raises ReplicaFailedError with the first cause when a rank raises or is lost.
+        """
+        seq = self._send(DeviceCall(method, kwargs))
+        pending = _PendingCall(asyncio.get_running_loop().create_future(), {})
+        self._calls[seq] = pending
+        self._device.submit(
+            lambda: self._worker.call(method, kwargs), partial(self._on_own_call, seq)
+        )
+        return await pending.future
+
+    def send_heartbeat(self) -> None:
+        beat = Heartbeat(self.last_seq, self._worker.doing)
+        for link in self._peers.values():
+            link.send(beat)
+
+    async def shut_down(self, timeout_s: float) -> None:
+        """Ask the peers to end and wait for their goodbyes."""
+        for link in self._peers.values():
+            link.send(Shutdown())
+        if self._waiting_for:
+            await asyncio.wait_for(self._all_departed.wait(), timeout_s)
+
+    async def announce_failure(self, cause: str) -> None:
+        """Tell the peers that are left why the replica ends."""
+        for link in self._peers.values():
+            link.send(ReplicaFailed(cause))
+            await link.flush()
+
+    def _send(self, job: Job) -> int:
+        self._seq += 1
+        if self._peers:
+            message = Ordered(self._seq, job)
+            data = frame(message)
+            for link in self._peers.values():
+                link.send_frame(data, message)
+        return self._seq
+
+    # --- what comes back
+
+    def _on_own_step(self, seq: int, result: StepResult | None, error: JobError | None) -> None:
+        if error is not None:
+            self._on_failed(self._rank, error.as_message(seq))
+        elif result is not None:
+            self._on_result(result)
+
+    def _on_own_call(self, seq: int, value: Any, error: JobError | None) -> None:
+        if error is not None:
+            self._on_failed(self._rank, error.as_message(seq))
+        else:
+            self._on_reply(self._rank, CallReply(seq, value))
+
+    def _on_peer(self, rank: int, event: PeerEvent) -> None:
+        self._watch.heard(rank)
+        match event:
+            case StepResult():
+                self._on_result(event)
+            case CallReply():
+                self._on_reply(rank, event)
+            case JobFailed():
+                self._on_failed(rank, event)
+            case Heartbeat():
+                self._watch.heard(rank, event)
+            case DrainRequested():
+                self._on_drain(event)
+            case Goodbye():
+                self._watch.departed(rank)
+                self._waiting_for.discard(rank)
+                if not self._waiting_for:
+                    self._all_departed.set()
+            case _:
+                assert_never(event)
+
+    def _on_peer_closed(self, rank: int, reason: str) -> None:
+        self._watch.connection_closed(rank, reason)
+
+    def _on_result(self, result: StepResult) -> None:
+        seq, plan, _ = self._plans.popleft()
+        assert seq == result.seq, f"result of job {result.seq}, expected {seq}"
+        self.last_seq = seq
+        self._on_step(StepDone(plan, result))
+
+    def _on_reply(self, rank: int, reply: CallReply) -> None:
+        pending = self._calls.get(reply.seq)
+        if pending is None:
+            return  # the replica failed while this reply was on its way
+        pending.replies[rank] = reply.value
+        if len(pending.replies) == len(self._peers) + 1:
+            del self._calls[reply.seq]
+            self.last_seq = reply.seq
+            pending.future.set_result([value for _, value in sorted(pending.replies.items())])
+
+    def _fail_calls(self, failed: "asyncio.Future[Failure]") -> None:
+        for pending in self._calls.values():
+            pending.future.set_exception(ReplicaFailedError(failed.result().cause))
+        self._calls.clear()
+
+    def _on_failed(self, rank: int, failed: JobFailed) -> None:
+        if not self._peers and self._plans and self._plans[0][0] == failed.seq:
+            _, plan, _ = self._plans.popleft()
+            self.last_seq = failed.seq
+            self._on_step(StepFailed(plan, failed))
+        else:
+            self._watch.job_failed(rank, failed)

@@ -1,0 +1,147 @@
+"""Every rank of a replica but its leader: does what arrives, in order, and decides nothing."""
+
+import asyncio
+import logging
+from functools import partial
+from typing import Any, assert_never
+
+from aioengine.config import EngineConfig
+from aioengine.control.channel import Link
+from aioengine.control.watch import Failure, Watch
+from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
+from aioengine.messages import (
+    CallReply,
+    DeviceCall,
+    DrainRequested,
+    Goodbye,
+    Heartbeat,
+    Ordered,
+    PeerCommand,
+    ReplicaFailed,
+    Shutdown,
+    StepPlan,
+    StepResult,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Peer:
+    """Runs the leader's jobs on this rank's device thread and returns what they give."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        watch: Watch,
+        leader_rank: int,
+        link: Link,
+        device: DeviceThread,
+        worker: DeviceWorker,
+    ) -> None:
+        self._config = config
+        self._watch = watch
+        self._leader_rank = leader_rank
+        self._link = link
+        self._device = device
+        self._worker = worker
+        self._next_seq = 1
+        self._last_done = 0
+        self._ended = asyncio.Event()
+        self._armed = asyncio.Event()
+
+    async def run(self) -> Failure | None:
+        """Work until Shutdown (None) or the replica's first failure."""
+        self._link.start(PeerCommand, self._on_command, self._on_closed)
+        self._watch.failed.add_done_callback(lambda _: self._ended.set())
+        async with asyncio.TaskGroup() as tasks:
+            beats = tasks.create_task(self._beat_when_armed(), name="heartbeats")
+            await self._ended.wait()
+            beats.cancel()
+        if self._watch.failed.done():
+            return self._watch.failed.result()
+        await self._device.run(self._worker.call, "close", {})
+        self._watch.departed(self._leader_rank)
+        self._link.send(Goodbye())
+        await self._link.flush()
+        return None
+
+    @property
+    def is_ready(self) -> bool:
+        """The leader's heartbeats say so."""
+        return self._armed.is_set()
+
+    def request_drain(self, request: DrainRequested) -> None:
+        """This rank got SIGTERM: the front ends drain the launch."""
+        self._link.send(request)
+
+    # --- from the leader
+
+    def _on_command(self, command: PeerCommand) -> None:
+        self._watch.heard(self._leader_rank)
+        match command:
+            case Ordered(seq=seq, job=job):
+                self._start_job(seq, job)
+            case Heartbeat():
+                self._armed.set()  # a leader sends them once the replica is ready
+                self._watch.heard(self._leader_rank, command)
+            case ReplicaFailed(cause=cause):
+                self._watch.fail(cause)
+            case Shutdown():
+                self._ended.set()
+            case _:
+                assert_never(command)
+
+    def _on_closed(self, reason: str) -> None:
+        self._watch.connection_closed(self._leader_rank, reason)
+
+    def _start_job(self, seq: int, job: StepPlan | DeviceCall) -> None:
+        if seq != self._next_seq:
+            self._watch.fail(
+                f"{self._watch.me}: job {seq} arrived from the leader where {self._next_seq} was "
+                "due: jobs were lost or repeated",
+                self._watch.me.rank,
+            )
+            return
+        self._next_seq += 1
+        match job:
+            case StepPlan():
+                self._device.submit(
+                    lambda: self._worker.execute(seq, job),
+                    partial(self._on_step, seq),
+                    lambda: self._worker.prepare(seq, job),
+                )
+            case DeviceCall(method=method, kwargs=kwargs):
+                self._device.submit(
+                    lambda: self._worker.call(method, kwargs), partial(self._on_call, seq)
+                )
+
+    # --- from the device thread
+
+    def _on_step(self, seq: int, result: StepResult | None, error: JobError | None) -> None:
+        if error is not None:
+            self._report_failed(seq, error)
+            return
+        self._last_done = seq
+        if result is not None:
+            self._link.send(result)
+
+    def _on_call(self, seq: int, value: Any, error: JobError | None) -> None:
+        if error is not None:
+            self._report_failed(seq, error)
+            return
+        self._last_done = seq
+        self._link.send(CallReply(seq, value))
+
+    def _report_failed(self, seq: int, error: JobError) -> None:
+        """The leader decides who is to blame; this rank's own view counts if it stays silent."""
+        message = error.as_message(seq)
+        self._link.send(message)
+        self._watch.job_failed(self._watch.me.rank, message)
+
+    async def _beat_when_armed(self) -> None:
+        await self._armed.wait()
+        await self._watch.run_heartbeats(
+            self._config.heartbeat_seconds,
+            self._config.kill_frozen,
+            lambda: self._link.send(Heartbeat(self._last_done, self._worker.doing)),
+        )

@@ -1,0 +1,103 @@
+"""Token ids to text as they come, with stop strings.
+
+Works on bytes: every token stands for fixed bytes, so text is their UTF-8 decoding. Each token and
+each character is looked at once.
+"""
+
+import codecs
+
+from aioengine.frontend.tokenizer import Tokenizer
+
+
+class IncrementalDetokenizer:
+    """The text of one choice. Owned and fed by one caller.
+
+    Everything pushed and finished, joined, is the decoding of all tokens as the continuation of a
+    text: a SentencePiece answer keeps the space before its first word. Characters whose bytes are
+    split over tokens come whole; bytes that are not UTF-8 come as U+FFFD, those of an unfinished
+    last character only from `finish`.
+
+    Stop strings are found as if characters came one at a time: the first to be complete ends the
+    text, the longest when several end at the same character.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self.stopped: str | None = None
+        """The stop string that ended the text."""
+        self.num_counted = 0
+        """How many tokens of the latest push belong to the answer: all, or up to the one that
+        completed a stop string."""
+        self._tokenizer = tokenizer
+        self._include_stop = include_stop
+        self._skip_special_tokens = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._matchers = [_StopMatcher(pattern) for pattern in stop]
+        self._held = ""
+        """The longest end of the text that may be the beginning of a stop string."""
+
+    def push(self, token_ids: tuple[int, ...]) -> str:
+        """The new text that is ready to be sent. Empty once a stop string was found."""
+        ready: list[str] = []
+        self.num_counted = 0
+        for token_id in token_ids:
+            if self.stopped is not None:
+                break
+            self.num_counted += 1
+            if self._skip_special_tokens and token_id in self._tokenizer.special_ids:
+                continue
+            ready.append(self._advance(self._utf8.decode(self._tokenizer.token_bytes(token_id))))
+        return "".join(ready)
+
+    def finish(self) -> str:
+        """The answer ends here: what was held back. Empty after a stop string."""
+        if self.stopped is not None:
+            return ""
+        ready = self._advance(self._utf8.decode(b"", final=True))
+        held, self._held = self._held, ""
+        return ready + held
+
+    def _advance(self, new: str) -> str:
+        if not self._matchers:
+            return new
+        text = self._held + new
+        for end, char in enumerate(new, start=len(self._held) + 1):
+            complete = [matcher.pattern for matcher in self._matchers if matcher.advance(char)]
+            if complete:
+                self.stopped = max(complete, key=len)
+                self._held = ""
+                return text[: end if self._include_stop else end - len(self.stopped)]
+        num_held = max(matcher.num_matched for matcher in self._matchers)
+        ready = text[: len(text) - num_held]
+        self._held = text[len(ready) :]
+        return ready
+
+
+class _StopMatcher:
+    """Knuth-Morris-Pratt search for one non-empty string in characters that come one by one."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.num_matched = 0
+        """Length of the longest beginning of the pattern that the text so far ends with."""
+        self._borders = [0] * len(pattern)
+        """Per matched length - 1: the next shorter length that also fits."""
+        matched = 0
+        for i in range(1, len(pattern)):
+            matched = self._step(matched, pattern[i])
+            self._borders[i] = matched
+
+    def advance(self, char: str) -> bool:
+        """True when the pattern ends here."""
+        self.num_matched = self._step(self.num_matched, char)
+        return self.num_matched == len(self.pattern)
+
+    def _step(self, matched: int, char: str) -> int:
+        while matched and self.pattern[matched] != char:
+            matched = self._borders[matched - 1]
+        return matched + (self.pattern[matched] == char)

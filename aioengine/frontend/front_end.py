@@ -1,0 +1,247 @@
+"""The front end: every client's requests, a link to every leader, and the truth about health."""
+
+import asyncio
+import itertools
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, assert_never
+
+from aioengine.control.channel import Link
+from aioengine.frontend.metrics import EngineMetrics
+from aioengine.frontend.records import Choice, ChoiceSpec, Generation
+from aioengine.frontend.router import Router
+from aioengine.messages import (
+    Abort,
+    AddRequest,
+    DrainRequested,
+    LeaderEvent,
+    LoadStats,
+    ReplicaFailed,
+    ReplicaReady,
+    Shutdown,
+    StepReport,
+)
+
+log = logging.getLogger(__name__)
+
+Health = Literal["starting", "ok", "degraded", "draining", "failed"]
+
+
+class UnavailableError(Exception):
+    """No new work is taken right now: starting, draining, overloaded, or no replica left."""
+
+
+@dataclass(slots=True)
+class Replica:
+    """What this front end knows of one replica."""
+
+    dp_rank: int
+    link: Link
+    ready: ReplicaReady | None = None
+    failed_cause: str | None = None
+    stats: LoadStats = field(default_factory=LoadStats)
+    live: dict[str, tuple[Choice, Generation]] = field(default_factory=dict)
+
+    @property
+    def is_serving(self) -> bool:
+        return self.ready is not None and self.failed_cause is None
+
+
+class FrontEnd:
+    """Owns the links to the leaders and the record of every live choice. Loop thread only."""
+
+    def __init__(self, name: str, links: list[Link], max_concurrent_requests: int) -> None:
+        self.replicas = [Replica(dp_rank, link) for dp_rank, link in enumerate(links)]
+        self.metrics = EngineMetrics(len(links))
+        self.is_draining = False
+        self.all_failed = asyncio.Event()
+        self.drain_requested = asyncio.Event()
+        """A rank of the launch got SIGTERM."""
+        self._name = name
+        self._max_concurrent = max_concurrent_requests
+        self._router = Router()
+        self._ids = itertools.count()
+        self.started = asyncio.Event()
+        """No replica is starting any more, and one serves."""
+        self.idle = asyncio.Event()
+        """No choice is live."""
+        self.idle.set()
+
+    def start(self) -> None:
+        for replica in self.replicas:
+            replica.link.start(
+                LeaderEvent,
+                partial(self._on_event, replica),
+                partial(self._on_closed, replica),
+            )
+
+    # --- health
+
+    @property
+    def health(self) -> Health:
+        if all(replica.failed_cause for replica in self.replicas):
+            return "failed"
+        if self.is_draining:
+            return "draining"
+        if any(not replica.ready and not replica.failed_cause for replica in self.replicas):
+            return "starting"
+        return "degraded" if any(replica.failed_cause for replica in self.replicas) else "ok"
+
+    @property
+    def causes(self) -> list[str]:
+        return [replica.failed_cause for replica in self.replicas if replica.failed_cause]
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The shortest context of the replicas; None while starting."""
+        lengths = [replica.ready.max_model_len for replica in self.replicas if replica.ready]
+        return min(lengths) if lengths else None
+
+    @property
+    def num_live(self) -> int:
+        return sum(len(replica.live) for replica in self.replicas)
+
+    # --- requests
+
+    def generate(self, specs: list[ChoiceSpec], dp_rank: int | None = None) -> Generation:
+        """Send every choice to a replica (all to `dp_rank` when given).
+
+        Raises UnavailableError when no new work is taken, ValueError for a dp_rank that is none.
+        """
+        if dp_rank is not None and not 0 <= dp_rank < len(self.replicas):
+            raise ValueError(
+                f"X-data-parallel-rank: {dp_rank} is not one of the {len(self.replicas)} replicas"
+            )
+        self._check_admission(len(specs))
+        generation = Generation([], self._abort)
+        for index, spec in enumerate(specs):
+            replica = self._place(dp_rank)
+            metrics = self.metrics.by_replica[replica.dp_rank]
+            choice = Choice(f"{self._name}-{next(self._ids)}", index, spec, metrics)
+            generation.choices.append(choice)
+            replica.live[choice.request_id] = (choice, generation)
+            metrics.accepted(len(spec.prompt_ids))
+            replica.link.send(
+                AddRequest(
+                    request_id=choice.request_id,
+                    token_ids=spec.prompt_ids,
+                    params=spec.params,
+                    priority=spec.priority,
+                    cache_salt=spec.cache_salt,
+                )
+            )
+        self.idle.clear()
+        return generation
+
+    def _check_admission(self, num_choices: int) -> None:
+        health = self.health
+        if health in ("starting", "draining"):
+            raise UnavailableError(f"the server is {health}")
+        if health == "failed":
+            raise UnavailableError("; ".join(self.causes))
+        if self.num_live + num_choices > self._max_concurrent:
+            raise UnavailableError(
+                f"{self.num_live} requests are in flight, the limit is "
+                f"--max-concurrent-requests {self._max_concurrent}"
+            )
+
+    def _place(self, dp_rank: int | None) -> Replica:
+        if dp_rank is None:
+            loads = [len(r.live) if r.is_serving else None for r in self.replicas]
+            dp_rank = self._router.choose(loads)
+            assert dp_rank is not None  # admission checked that a replica serves
+        replica = self.replicas[dp_rank]
+        if replica.failed_cause:
+            raise UnavailableError(replica.failed_cause)
+        return replica
+
+    def _abort(self, choice: Choice) -> None:
+        """The client has left the choice, finished or not."""
+        for replica in self.replicas:
+            if replica.live.pop(choice.request_id, None) is not None:
+                replica.link.send(Abort(choice.request_id))
+                choice.cancel()
+        self._note_idle()
+
+    # --- from the leaders
+
+    def _on_event(self, replica: Replica, event: LeaderEvent) -> None:
+        match event:
+            case StepReport(deltas=deltas, stats=stats):
+                for delta in deltas:
+                    entry = replica.live.get(delta.request_id)
+                    if entry is None:
+                        continue  # the client left, or a stop string ended it
+                    choice, generation = entry
+                    if choice.push(delta):
+                        replica.link.send(Abort(choice.request_id))
+                    if choice.is_finished:
+                        del replica.live[choice.request_id]
+                    generation.wake()
+                replica.stats = stats
+                self.metrics.update(replica.dp_rank, stats)
+                self._note_idle()
+            case ReplicaReady():
+                replica.ready = event
+                if self.health in ("ok", "degraded"):
+                    self.started.set()
+            case ReplicaFailed(cause=cause):
+                self._on_failed(replica, cause)
+            case DrainRequested():
+                self.drain_requested.set()
+            case _:
+                assert_never(event)
+
+    def _on_closed(self, replica: Replica, reason: str) -> None:
+        self._on_failed(replica, f"leader of replica dp{replica.dp_rank}: {reason}")
+
+    def _on_failed(self, replica: Replica, cause: str) -> None:
+        if replica.failed_cause is not None:
+            return
+        replica.failed_cause = cause
+        log.error("replica dp%d failed: %s", replica.dp_rank, cause)
+        self._fail_live(replica, cause)
+        self.metrics.update(replica.dp_rank, _without_load(replica.stats))
+        if self.health == "failed":
+            self.all_failed.set()
+
+    def _fail_live(self, replica: Replica, cause: str) -> None:
+        for choice, generation in replica.live.values():
+            choice.fail(cause)
+            generation.wake()
+        replica.live.clear()
+        self._note_idle()
+
+    # --- end
+
+    def begin_drain(self) -> None:
+        """Take no new work; what is in flight goes on."""
+        self.is_draining = True
+
+    def end_streams(self, cause: str) -> None:
+        """End every live choice with an error."""
+        for replica in self.replicas:
+            for choice, _ in replica.live.values():
+                replica.link.send(Abort(choice.request_id))
+            self._fail_live(replica, cause)
+
+    async def shut_down(self) -> None:
+        """Tell every leader to end."""
+        for replica in self.replicas:
+            replica.link.send(Shutdown())
+            await replica.link.flush()
+
+    def _note_idle(self) -> None:
+        if self.num_live == 0:
+            self.idle.set()
+
+
+def _without_load(stats: LoadStats) -> LoadStats:
+    """The counters of a replica that is gone; its gauges are zero."""
+    return LoadStats(
+        num_preemptions=stats.num_preemptions,
+        prefix_cache_queries=stats.prefix_cache_queries,
+        prefix_cache_hits=stats.prefix_cache_hits,
+        last_seq=stats.last_seq,
+    )

@@ -1,0 +1,37 @@
+"""What the layers with parameters share: where parameters live, and which part of the published
+tensors they hold."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from aioengine.dist.groups import GroupCoordinator
+from aioengine.layers.partition import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The tp group that shares a layer, and the type and device of its parameters."""
+
+    tp: GroupCoordinator
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """Uninitialised memory: the loader fills it, padding included."""
+        data = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return nn.Parameter(data, requires_grad=False)
+
+
+class ShardedModule(nn.Module):
+    """A layer with parameters. `shards` says, by parameter name, what the loader puts in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shards: dict[str, Shard] = {}
+
+
+def whole(size: int) -> Shard:
+    """A vector that every rank holds in full."""
+    return Shard(0, 0, size, size)

@@ -1,0 +1,122 @@
+"""GGUFIndex: a llama-architecture GGUF file read as if it were a Hugging Face checkpoint."""
+
+import re
+from collections.abc import KeysView
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aioengine.checkpoint.gguf_file import GGUFFile, GGUFTensor
+from aioengine.checkpoint.gguf_metadata import model_config_from_gguf
+from aioengine.errors import StartupError
+
+PLAIN_DTYPES: Final = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+    GGMLQuantizationType.F64: torch.float64,
+}
+TOP_LEVEL: Final = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+PER_LAYER: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROTARY: Final = ("attn_q", "attn_k")
+"""Their rows are stored with the two halves of every head interleaved."""
+LAYER_NAME: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+class GGUFIndex:
+    """A WeightIndex over one GGUF file; only the rows or blocks of a slice are dequantised."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GGUFFile(path)
+        self._head_dim = model_config_from_gguf(self._file).head_dim
+        self._tensors: dict[str, GGUFTensor] = {}
+        self._interleaved: set[str] = set()
+        for tensor in self._file.tensors.values():
+            if match := LAYER_NAME.fullmatch(tensor.name):
+                layer, part, suffix = match.groups()
+                module = f"model.layers.{layer}.{PER_LAYER[part]}" if part in PER_LAYER else None
+            else:
+                part, _, suffix = tensor.name.rpartition(".")
+                module = TOP_LEVEL.get(part)
+            if module is None:
+                continue  # rope_freqs and what else this model's layers do not read
+            name = f"{module}.{suffix}"
+            self._tensors[name] = tensor
+            if part in ROTARY:
+                self._interleaved.add(name)
+
+    def names(self) -> KeysView[str]:
+        return self._tensors.keys()
+
+    def path(self, name: str) -> Path:
+        self._tensor(name)
+        return self._file.path
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor(name).shape
+
+    def read(self, name: str, dim: int | None, start: int, stop: int) -> Tensor:
+        tensor = self._tensor(name)
+        assert len(tensor.shape) <= 2
+        assert dim is None or dim < len(tensor.shape)
+        if len(tensor.shape) == 1:
+            first, last = (0, tensor.shape[0]) if dim is None else (start, stop)
+            values = self._values(tensor, 0, 1, first, last)[0]
+        elif dim == 1:
+            values = self._values(tensor, 0, tensor.num_rows, start, stop)
+        else:
+            first, last = (0, tensor.num_rows) if dim is None else (start, stop)
+            values = self._values(tensor, first, last, 0, tensor.shape[-1])
+        return self._heads_in_halves(values) if name in self._interleaved else values
+
+    def _tensor(self, name: str) -> GGUFTensor:
+        if name not in self._tensors:
+            raise StartupError(f"{self._file.path}: tensor {name} is missing")
+        return self._tensors[name]
+
+    def _values(
+        self, tensor: GGUFTensor, first_row: int, last_row: int, start: int, stop: int
+    ) -> Tensor:
+        """Columns start..stop of rows first_row..last_row. Dequantises whole blocks only."""
+        size, num_bytes = tensor.block_size, tensor.block_bytes
+        first_block, last_block = start // size, -(-stop // size)
+        rows = self._file.rows(tensor)[first_row:last_row]
+        packed = rows[:, first_block * num_bytes : last_block * num_bytes].copy()
+        skipped = first_block * size
+        return self._unpack(tensor, packed)[:, start - skipped : stop - skipped]
+
+    def _unpack(self, tensor: GGUFTensor, packed: NDArray[np.uint8]) -> Tensor:
+        if tensor.type in PLAIN_DTYPES:
+            return torch.from_numpy(packed).view(PLAIN_DTYPES[tensor.type])
+        try:
+            values = dequantize(packed, tensor.type)
+        except NotImplementedError as error:
+            raise StartupError(f"{self._file.path}: tensor {tensor.name}: {error}") from error
+        return torch.from_numpy(values)
+
+    def _heads_in_halves(self, values: Tensor) -> Tensor:
+        """Per head, rows (a0, b0, a1, b1, …) become (a0, a1, …, b0, b1, …)."""
+        num_heads, rest = divmod(values.shape[0], self._head_dim)
+        assert rest == 0, "slices of q and k are whole heads"
+        pairs = values.reshape(num_heads, self._head_dim // 2, 2, *values.shape[1:])
+        return pairs.transpose(1, 2).reshape(values.shape)

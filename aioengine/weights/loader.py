@@ -1,0 +1,78 @@
+"""Fills a stage's parameters from a checkpoint, each with this rank's part only."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from aioengine.errors import StartupError
+from aioengine.layers.partition import Shard
+from aioengine.weights.index import WeightIndex
+
+EMBEDDING: Final = "model.embed_tokens.weight"
+OUTPUT_HEAD: Final = "lm_head.weight"
+
+
+def load_weights(
+    stage: nn.Module,
+    index: WeightIndex,
+    shards: Mapping[str, Shard],
+    *,
+    tie_word_embeddings: bool,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fill every parameter of `stage`; its parameters carry the published names.
+
+    A parameter without a shard is the whole tensor. Values are converted to the parameter's dtype.
+    Tensors that no parameter asks for are left alone. `progress` gets bytes of parameters filled so
+    far and in all, after each one. Raises StartupError that names tensor and file for a tensor that
+    is missing, unreadable or of another shape.
+    """
+    order = {name: place for place, name in enumerate(index.names())}
+    wanted: list[tuple[str, str, Tensor]] = []
+    for name, parameter in stage.named_parameters():
+        tied = name == OUTPUT_HEAD and tie_word_embeddings and name not in order
+        published = EMBEDDING if tied else name
+        _check_shape(index, published, parameter, shards.get(name))
+        wanted.append((published, name, parameter))
+    wanted.sort(key=lambda entry: order[entry[0]])
+    total = sum(target.nbytes for _, _, target in wanted)
+    done = 0
+    for published, name, target in wanted:
+        _fill(target, index, published, shards.get(name))
+        done += target.nbytes
+        if progress is not None:
+            progress(done, total)
+
+
+def _check_shape(index: WeightIndex, name: str, parameter: Tensor, shard: Shard | None) -> None:
+    expected = list(parameter.shape)
+    cut_dim = None
+    if shard is not None:
+        assert expected[shard.dim] == shard.local_size >= shard.stop - shard.start >= 0
+        expected[shard.dim] = shard.stop
+        cut_dim = shard.dim
+    found = index.shape(name)
+    fits = len(found) == len(expected) and all(
+        size >= want if dim == cut_dim else size == want
+        for dim, (size, want) in enumerate(zip(found, expected, strict=True))
+    )
+    if not fits:
+        shown = [f"{want}{' or more' * (dim == cut_dim)}" for dim, want in enumerate(expected)]
+        raise StartupError(
+            f"{index.path(name)}: tensor {name}: expected shape [{', '.join(shown)}], "
+            f"found {list(found)}"
+        )
+
+
+@torch.no_grad()
+def _fill(parameter: Tensor, index: WeightIndex, name: str, shard: Shard | None) -> None:
+    if shard is None:
+        parameter.copy_(index.read(name, None, 0, 0))
+        return
+    size = shard.stop - shard.start
+    if size:
+        filled = parameter.narrow(shard.dim, 0, size)
+        filled.copy_(index.read(name, shard.dim, shard.start, shard.stop))
+    parameter.narrow(shard.dim, size, shard.local_size - size).zero_()

@@ -1,0 +1,51 @@
+"""The KV cache of one rank: the tensors of its layers."""
+
+from dataclasses import dataclass
+
+import torch
+
+from aioengine.layers.forward_batch import LayerCache
+from aioengine.layers.partition import split_heads
+from aioengine.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one rank stores for a token: its kv heads in its layers, keys and values."""
+
+    layers: range
+    """Global numbers."""
+    block_size: int
+    num_kv_heads: int
+    """Of this rank, padding included."""
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        cfg: ModelConfig,
+        layers: range,
+        *,
+        tp_rank: int,
+        tp_size: int,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> "KVShape":
+        heads = split_heads(cfg.num_heads, cfg.num_kv_heads, tp_rank, tp_size)
+        return cls(layers, block_size, heads.num_local_kv_heads, cfg.head_dim, dtype)
+
+    @property
+    def block_bytes(self) -> int:
+        """One block in all layers."""
+        values = self.block_size * self.num_kv_heads * self.head_dim
+        return 2 * len(self.layers) * values * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, device: torch.device) -> dict[int, LayerCache]:
+        """Zeroed caches by global layer number; block 0 of the `num_blocks` is the null block."""
+        shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+
+        def zeros() -> torch.Tensor:
+            return torch.zeros(shape, dtype=self.dtype, device=device)
+
+        return {layer: LayerCache(zeros(), zeros()) for layer in self.layers}

@@ -1,0 +1,318 @@
+"""Worker: everything a rank computes. Lives on the device thread; every method blocks."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from aioengine.checkpoint.source import ModelSource
+from aioengine.config import EngineConfig
+from aioengine.core.stages import split_layers
+from aioengine.dist.groups import (
+    ReplicaGroups,
+    ReplicaStore,
+    connect_store,
+    open_replica_groups,
+    open_store,
+    output_rank,
+)
+from aioengine.layout import ParallelLayout
+from aioengine.messages import StepPlan, StepResult
+from aioengine.model_config import ModelConfig
+from aioengine.models.llama import LlamaStage
+from aioengine.models.registry import STAGES
+from aioengine.weights.index import open_index
+from aioengine.weights.loader import load_weights
+from aioengine.worker.batch import BatchBuilder, Role, StepInputs
+from aioengine.worker.device import check_dtype, device_id, select_device, set_cpu_threads
+from aioengine.worker.kv_store import KVShape
+from aioengine.worker.memory import kv_budget, num_kv_blocks
+from aioengine.worker.pipeline import Feedback, StageLink
+from aioengine.worker.sampler import Sampler
+from aioengine.worker.warmup import largest_plan, warm_up_plans
+
+logger = logging.getLogger(__name__)
+
+CALLS: Final[dict[str, Callable[..., Any]]] = {}
+"""The methods of Worker that a DeviceCall may name."""
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def device_call(method: _Method) -> _Method:
+    """Registers a method of Worker; its arguments and value must fit msgpack."""
+    CALLS[method.__name__] = method
+    return method
+
+
+class Worker:
+    """One rank's device, groups, stage, KV cache and slot tables; owns all of them.
+
+    Start-up calls, in this order: open_device, open_store (leaders of several ranks), open_groups
+    (several ranks), load_model, num_kv_blocks, allocate_kv, warm_up.
+    """
+
+    doing: str
+    """What the device thread is in, for heartbeats."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: ParallelLayout,
+        rank: int,
+        model_config: ModelConfig,
+        source: ModelSource,
+        *,
+        local_rank: int,
+        local_world_size: int,
+        omp_num_threads: int | None = None,
+    ) -> None:
+        self.doing = "idle"
+        self._config = config
+        self._layout = layout
+        self._rank = rank
+        self._source = source
+        self._local_rank = local_rank
+        self._local_world_size = local_world_size
+        self._omp_num_threads = omp_num_threads
+        self._max_model_len = config.max_model_len or model_config.max_position
+        self._cfg = msgspec.structs.replace(model_config, max_position=self._max_model_len)
+        self._dtype: torch.dtype = getattr(
+            torch, model_config.dtype if config.dtype == "auto" else config.dtype
+        )
+        self._coords = layout.coords(rank)
+        self._output_rank = output_rank(layout, rank)
+        self._role = Role(
+            is_first=self._coords.pp == 0,
+            is_last=self._coords.pp == layout.pp_size - 1,
+            is_output=rank == self._output_rank,
+        )
+        self._layers = split_layers(model_config.num_layers, layout.pp_size, config.stage_layers())[
+            self._coords.pp
+        ]
+        self._kv_shape = KVShape.of(
+            self._cfg,
+            self._layers,
+            tp_rank=self._coords.tp,
+            tp_size=layout.tp_size,
+            block_size=config.block_size,
+            dtype=self._dtype,
+        )
+        self._sampler = Sampler(config.logprobs_mode)
+        self._store: ReplicaStore | None = None
+        self._groups: ReplicaGroups | None = None
+        self._device: torch.device
+        self._stage: LlamaStage
+        self._builder: BatchBuilder
+        self._link: StageLink
+        self._feedback: Feedback | None
+
+    # --- what the device thread calls
+
+    @torch.inference_mode()
+    def call(self, method: str, kwargs: dict[str, Any]) -> Any:
+        """Run a registered method; ValueError for any other name."""
+        if method not in CALLS:
+            raise ValueError(f"no device call {method!r}; there are {', '.join(sorted(CALLS))}")
+        self.doing = method
+        value = CALLS[method](self, **kwargs)
+        self.doing = "idle"
+        return value
+
+    @torch.inference_mode()
+    def prepare(self, seq: int, plan: StepPlan) -> None:
+        """Post the receive for a plan that has arrived, in plan order."""
+        self._link.prepare(seq, plan.num_tokens)
+
+    @torch.inference_mode()
+    def execute(self, seq: int, plan: StepPlan) -> StepResult | None:
+        """Compute a prepared plan. The output rank returns its result, the others None."""
+        self.doing = f"step {seq}"
+        result = self._step(seq, plan)
+        self.doing = "idle"
+        return result
+
+    # --- start-up and end
+
+    @device_call
+    def open_device(self) -> str:
+        """Select the device and check the type. An id of the device: see `device_id`."""
+        self._device = select_device(self._config.device, self._local_rank)
+        check_dtype(self._dtype, self._device)
+        num_threads = set_cpu_threads(
+            self._config.cpu_threads, self._omp_num_threads, self._local_world_size
+        )
+        logger.info("computing on %s in %s, %d threads", self._device, self._dtype, num_threads)
+        if self._layout.world_size == 1:
+            self._build_groups()
+        return device_id(self._device)
+
+    @device_call
+    def open_store(self, host: str) -> int:
+        """Serve the store of this replica's process groups, on the leader; its port."""
+        self._store = open_store(host)
+        return self._store.port
+
+    @device_call
+    def open_groups(self, host: str, port: int) -> None:
+        """Build the process groups over the store at this address."""
+        if self._store is None:
+            self._store = connect_store(host, port, self._config.startup_timeout_seconds)
+        self._build_groups()
+
+    @device_call
+    def load_model(self) -> None:
+        """Build this rank's stage and read its weights; progress on global rank 0."""
+        assert self._groups is not None
+        self._stage = STAGES[self._cfg.family](
+            self._cfg,
+            self._layers,
+            is_first=self._role.is_first,
+            is_last=self._role.is_last,
+            tp=self._groups.tp,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        with tqdm(
+            desc="loading weights", unit="B", unit_scale=True, disable=self._rank != 0
+        ) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            load_weights(
+                self._stage,
+                open_index(self._source),
+                self._stage.shards(),
+                tie_word_embeddings=self._cfg.tie_word_embeddings,
+                progress=show,
+            )
+
+    @device_call
+    def num_kv_blocks(self) -> int:
+        """How many KV blocks this rank can hold, the null block included."""
+        if self._device.type == "cuda" and self._config.kv_cache_memory_bytes is None:
+            self._profile()
+        return num_kv_blocks(
+            self._config,
+            budget=kv_budget(self._config, self._device, self._local_world_size),
+            block_bytes=self._kv_shape.block_bytes,
+            max_model_len=self._max_model_len,
+        )
+
+    @device_call
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Allocate the cache and empty slot tables; `num_blocks` includes the null block."""
+        self._builder = BatchBuilder(
+            self._role,
+            self._kv_shape.allocate(num_blocks, self._device),
+            num_slots=self._config.num_slots,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_model_len=self._max_model_len,
+            block_size=self._config.block_size,
+            device=self._device,
+        )
+
+    @device_call
+    def warm_up(self) -> None:
+        """A tiny prefill and decode on the whole replica, so that the first request is fast."""
+        config = self._config
+        for plan in warm_up_plans(
+            config.max_num_batched_tokens, self._max_model_len, config.block_size
+        ):
+            self._rehearse(plan)
+
+    @device_call
+    def close(self) -> None:
+        """Orderly end: every rank of the replica calls it after its last plan."""
+        if self._groups is None:
+            return
+        self._link.close()
+        if self._feedback is not None:
+            self._feedback.close()
+        self._groups.close()
+        self._groups = None
+
+    def _build_groups(self) -> None:
+        config = self._config
+        self._groups = open_replica_groups(
+            self._layout,
+            self._rank,
+            self._store,
+            self._device,
+            config.distributed_timeout_seconds or config.step_timeout_seconds,
+        )
+        self._link = StageLink(
+            self._groups.pp,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            hidden_size=self._cfg.hidden_size,
+            dtype=self._dtype,
+            max_plans_in_flight=config.max_plans_in_flight,
+        )
+        feedback = self._groups.feedback
+        self._feedback = None
+        if feedback is not None:
+            self._feedback = Feedback(
+                feedback,
+                source=feedback.ranks.index(self._output_rank),
+                num_slots=config.num_slots,
+                max_plans_in_flight=config.max_plans_in_flight,
+            )
+
+    def _profile(self) -> None:
+        """Run the largest step over a cache of the null block alone, for the peak of memory."""
+        config = self._config
+        self.allocate_kv(1)
+        torch.cuda.reset_peak_memory_stats()
+        self._rehearse(
+            largest_plan(
+                config.max_num_batched_tokens,
+                self._max_model_len,
+                config.num_slots,
+                config.block_size,
+            )
+        )
+        torch.cuda.synchronize()
+
+    def _rehearse(self, plan: StepPlan) -> None:
+        self._link.prepare(0, plan.num_tokens)
+        self._step(0, plan)
+
+    # --- one step
+
+    def _step(self, seq: int, plan: StepPlan) -> StepResult | None:
+        inputs = self._builder.build(plan, self._last_ids)
+        hidden_TD: Tensor = self._stage(inputs.forward, self._link.receive(seq))
+        num_sampled = len(inputs.sampled_slots_S)
+        result = None
+        if not self._role.is_last:
+            self._link.send(hidden_TD)
+        elif num_sampled:
+            result = self._sample(seq, plan, inputs, hidden_TD)
+        elif self._role.is_output:
+            result = StepResult(seq, ())
+        if plan.share_sampled and num_sampled and self._feedback and not self._role.is_output:
+            self._feedback.expect(inputs.sampled_slots_S)
+        return result
+
+    def _sample(
+        self, seq: int, plan: StepPlan, inputs: StepInputs, hidden_TD: Tensor
+    ) -> StepResult | None:
+        """The whole tp group computes logits; the output rank samples from them."""
+        logits_SV = self._stage.compute_logits(hidden_TD.index_select(0, inputs.sample_rows_S))
+        if inputs.sampling is None:
+            return None
+        draws = self._sampler.draw(logits_SV, inputs.sampling)
+        if plan.share_sampled:
+            assert self._feedback is not None
+            self._feedback.publish(inputs.sampled_slots_S, draws.ids_R)
+        return StepResult(seq, self._sampler.report(logits_SV, draws, inputs.sampling))
+
+    def _last_ids(self) -> Tensor:
+        assert self._feedback is not None
+        return self._feedback.last_ids()

@@ -1,0 +1,47 @@
+"""Plans that no request asked for: they run through the null block, before the replica is ready."""
+
+from typing import Final
+
+from aioengine.messages import PREV, NewSlot, SlotParams, SlotStep, StepPlan
+
+_NULL_BLOCK: Final = 0
+_PARAMS: Final = SlotParams(
+    temperature=1.0, top_k=0, top_p=0.9, min_p=0.0, seed=0, choice_index=0, logprobs=0
+)
+
+
+def warm_up_plans(
+    max_num_batched_tokens: int, max_model_len: int, block_size: int
+) -> list[StepPlan]:
+    """A short prefill and, where the context has room, the decode of the token it drew."""
+    num_tokens = max(1, min(block_size, max_num_batched_tokens, max_model_len - 1))
+    plans = [_plan([num_tokens], block_size)]
+    if num_tokens < max_model_len:
+        new_blocks = (_NULL_BLOCK,) if num_tokens % block_size == 0 else ()
+        decode = SlotStep(0, 0, num_tokens, (PREV,), new_blocks, sample=True)
+        plans.append(StepPlan((), (decode,)))
+    return plans
+
+
+def largest_plan(
+    max_num_batched_tokens: int, max_model_len: int, num_slots: int, block_size: int
+) -> StepPlan:
+    """As many tokens as a step can have, with every slot sampling: the most memory a step takes."""
+    lengths = []
+    left = max_num_batched_tokens
+    for slot in range(num_slots):
+        lengths.append(min(max_model_len, left - (num_slots - slot - 1)))
+        left -= lengths[-1]
+    return _plan(lengths, block_size)
+
+
+def _plan(lengths: list[int], block_size: int) -> StepPlan:
+    """One row of zeros per length, each new in its slot."""
+    return StepPlan(
+        tuple(NewSlot(slot, 0, _PARAMS) for slot in range(len(lengths))),
+        tuple(
+            SlotStep(slot, 0, 0, (0,) * length, (_NULL_BLOCK,) * -(-length // block_size), True)
+            for slot, length in enumerate(lengths)
+        ),
+        share_sampled=True,
+    )

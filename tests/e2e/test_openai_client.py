@@ -1,0 +1,118 @@
+"""The released `openai` client against tp2·pp2 with the default model."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from support.launching import Launch
+
+QUESTION = [{"role": "user", "content": "What is gravity?"}]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    with (
+        Launch("-tp", "2", "-pp", "2", "--api-key", "sesame", num_ranks=4) as launch,
+        openai.OpenAI(base_url=launch.wait_ready() + "/v1", api_key="sesame") as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def test_chat(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(
+        model=model, messages=QUESTION, max_tokens=12, temperature=0
+    )
+    assert answer.choices[0].message.content
+    assert "ravity" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.prompt_tokens == 34
+
+
+def test_completions(client: openai.OpenAI, model: str) -> None:
+    answer = client.completions.create(
+        model=model, prompt="The capital of France is", max_tokens=5, temperature=0
+    )
+    assert "Paris" in answer.choices[0].text
+
+
+def test_stream_equals_whole(client: openai.OpenAI, model: str) -> None:
+    whole = client.chat.completions.create(
+        model=model, messages=QUESTION, max_tokens=24, temperature=0
+    )
+    text, usage, finish = "", None, None
+    for chunk in client.chat.completions.create(
+        model=model,
+        messages=QUESTION,
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+    assert text == whole.choices[0].message.content
+    assert finish == whole.choices[0].finish_reason
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.total_tokens == whole.usage.total_tokens
+
+
+def test_logprobs(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(
+        model=model,
+        messages=QUESTION,
+        max_tokens=4,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 4
+    for token in logprobs.content:
+        assert token.logprob == token.top_logprobs[0].logprob  # greedy takes the best
+        assert bytes(token.bytes or []).decode() == token.token
+    text = "".join(token.token for token in logprobs.content)
+    assert text == answer.choices[0].message.content
+
+
+def test_three_choices_and_seed(client: openai.OpenAI, model: str) -> None:
+    def ask() -> list[str | None]:
+        answer = client.chat.completions.create(
+            model=model, messages=QUESTION, max_tokens=12, n=3, seed=7, temperature=1.0
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    first = ask()
+    assert len(set(first)) == 3
+    assert ask() == first
+
+
+def test_stop(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(
+        model=model, messages=QUESTION, max_tokens=48, temperature=0, stop=["concept in"]
+    )
+    assert answer.choices[0].message.content == "Gravity is a fundamental "
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_errors_are_typed(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-x", messages=QUESTION)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model=model, messages=QUESTION, temperature=-1)
+    with pytest.raises(openai.BadRequestError) as unsupported:
+        client.chat.completions.create(model=model, messages=QUESTION, presence_penalty=1)
+    assert unsupported.value.code == "unsupported"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()

@@ -1,0 +1,45 @@
+"""Rotary embedding: scaled frequencies at their limits, and rotation by position."""
+
+import torch
+
+from aioengine.layers.rotary import RotaryEmbedding, rotary_frequencies, rotate
+from aioengine.model_config import RopeConfig
+
+
+def test_linear_scaling_divides_every_frequency() -> None:
+    plain = rotary_frequencies(RopeConfig(), 16)
+    scaled = rotary_frequencies(RopeConfig(rope_type="linear", factor=4.0), 16)
+    torch.testing.assert_close(scaled, plain / 4)
+
+
+def test_llama3_keeps_fast_and_divides_slow_frequencies() -> None:
+    plain = rotary_frequencies(RopeConfig(theta=500000.0), 128)
+    scaled = rotary_frequencies(
+        RopeConfig(theta=500000.0, rope_type="llama3", factor=8.0, original_max_position=8192), 128
+    )
+    assert torch.equal(scaled[:20], plain[:20])
+    torch.testing.assert_close(scaled[-20:], plain[-20:] / 8)
+    ratio = plain / scaled
+    assert (ratio.diff() >= -1e-5).all()
+    assert ((ratio > 1.01) & (ratio < 7.99)).any()
+
+
+def test_freq_factors_divide_one_by_one() -> None:
+    factors = tuple(float(i + 1) for i in range(8))
+    plain = rotary_frequencies(RopeConfig(), 16)
+    scaled = rotary_frequencies(RopeConfig(rope_type="freq_factors", freq_factors=factors), 16)
+    torch.testing.assert_close(scaled, plain / torch.tensor(factors))
+
+
+def test_products_depend_on_the_distance_only() -> None:
+    rotary = RotaryEmbedding(RopeConfig(), 16, 64, device=torch.device("cpu"))
+    q_H, k_H = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+
+    def product(q_position: int, k_position: int) -> torch.Tensor:
+        cos, sin = rotary(torch.tensor([q_position, k_position]), torch.float32)
+        turned = rotate(torch.stack((q_H, k_H))[:, None], cos, sin)[:, 0]
+        return turned[0] @ turned[1]
+
+    torch.testing.assert_close(product(0, 0), q_H @ k_H)
+    torch.testing.assert_close(product(40, 33), product(7, 0))
+    assert not torch.isclose(product(40, 33), product(40, 32))

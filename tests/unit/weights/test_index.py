@@ -1,0 +1,122 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
+from safetensors.torch import save_file
+from torch import Tensor
+
+from aioengine.checkpoint.source import ModelSource
+from aioengine.errors import StartupError
+from aioengine.weights.index import WeightIndex, open_index
+from tests.unit.weights.tiny_llama import HEAD_DIM, VOCAB, random_tensors, write_gguf
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+Q = "model.layers.1.self_attn.q_proj.weight"
+NORM = "model.norm.weight"
+
+
+def rounded(tensor: Tensor, kind: Kind) -> Tensor:
+    """What is left of a matrix after it was stored as `kind`; blocks run along rows."""
+    if tensor.dim() == 1:
+        return tensor
+    return torch.from_numpy(dequantize(quantize(tensor.numpy(), kind), kind))
+
+
+def check_slices(index: WeightIndex, name: str, expected: Tensor, unit: int = 1) -> None:
+    """Whole, by rows that are multiples of `unit`, and by columns that cut through blocks."""
+    assert index.shape(name) == tuple(expected.shape)
+    assert torch.equal(index.read(name, None, 0, 0).float(), expected)
+    first, last = unit, 3 * unit
+    assert torch.equal(index.read(name, 0, first, last).float(), expected[first:last])
+    if expected.dim() == 2:
+        for start, stop in ((0, 5), (31, 33), (100, 256)):
+            found = index.read(name, 1, start, stop)
+            assert torch.equal(found.float(), expected[:, start:stop])
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
+def test_gguf_gives_back_the_hugging_face_tensors(tmp_path: Path, kind: Kind) -> None:
+    tensors = random_tensors()
+    write_gguf(tmp_path / "tiny.gguf", tensors, kind)
+    index = open_index(ModelSource(tmp_path / "tiny.gguf", "gguf"))
+    assert index.names() == tensors.keys()
+    for name, tensor in tensors.items():
+        rotary = ".q_proj." in name or ".k_proj." in name
+        check_slices(index, name, rounded(tensor, kind), HEAD_DIM if rotary else 1)
+    stored = {Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}.get(kind, torch.float32)
+    assert index.read(DOWN, None, 0, 0).dtype == stored
+    with pytest.raises(StartupError, match=r"tiny\.gguf: tensor lm_head\.weight is missing"):
+        index.read("lm_head.weight", 0, 0, 1)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K, Kind.IQ4_XS])
+def test_k_quants_of_any_bytes(tmp_path: Path, kind: Kind) -> None:
+    block_bytes = GGML_QUANT_SIZES[kind][1]
+    packed = np.random.default_rng(1).integers(0, 256, (VOCAB, block_bytes), np.uint8)
+    write_gguf(tmp_path / "tiny.gguf", {}, kind, extra={"token_embd.weight": packed})
+    index = open_index(ModelSource(tmp_path / "tiny.gguf", "gguf"))
+    with np.errstate(all="ignore"):  # random scales overflow
+        expected = dequantize(packed, kind)
+        rows = index.read("model.embed_tokens.weight", 0, 3, 9)
+        columns = index.read("model.embed_tokens.weight", 1, 17, 250)
+    np.testing.assert_array_equal(rows.numpy(), expected[3:9])
+    np.testing.assert_array_equal(columns.numpy(), expected[:, 17:250])
+
+
+def test_gguf_refuses_to_cut_heads_in_two(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", random_tensors(), Kind.F32)
+    index = open_index(ModelSource(tmp_path / "tiny.gguf", "gguf"))
+    with pytest.raises(AssertionError, match="whole heads"):
+        index.read(Q, 0, 0, HEAD_DIM + 1)
+
+
+def test_safetensors_in_one_file(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    save_file(tensors, tmp_path / "model.safetensors")
+    index = open_index(ModelSource(tmp_path, "hf"))
+    assert index.names() == tensors.keys()
+    for name, tensor in tensors.items():
+        check_slices(index, name, tensor)
+    with pytest.raises(StartupError, match=rf"{tmp_path.name}: tensor lm_head\.weight is missing"):
+        index.shape("lm_head.weight")
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_safetensors_in_two_files(tmp_path: Path, with_index: bool) -> None:
+    tensors = random_tensors()
+    files = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    places = {name: files[i % 2] for i, name in enumerate(tensors)}
+    for file in files:
+        save_file({n: t for n, t in tensors.items() if places[n] == file}, tmp_path / file)
+    if with_index:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        save_file(tensors, tmp_path / "consolidated.safetensors")
+    index = open_index(ModelSource(tmp_path, "hf"))
+    order = [places[name] for name in index.names()]
+    assert order == sorted(order)
+    for name, tensor in tensors.items():
+        assert index.path(name).name == places[name]
+        assert torch.equal(index.read(name, None, 0, 0), tensor)
+
+
+def test_safetensors_that_cannot_be_used(tmp_path: Path) -> None:
+    source = ModelSource(tmp_path, "hf")
+    with pytest.raises(StartupError, match=r"no \.safetensors file"):
+        open_index(source)
+    path = tmp_path / "model.safetensors"
+    save_file({NORM: torch.ones(4).to(torch.int8)}, path)
+    with pytest.raises(StartupError, match=rf"{NORM} is stored as torch\.int8"):
+        open_index(source).read(NORM, None, 0, 0)
+    content = path.read_bytes()
+    for size in (0, 4, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(StartupError, match=r"model\.safetensors: not a readable"):
+            open_index(source)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.bin"}}')
+    with pytest.raises(StartupError, match=r"gone\.bin"):
+        open_index(source)

@@ -1,0 +1,119 @@
+"""What BatchBuilder makes of plans, read back from the tensors of a stage's inputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.plans import GREEDY, ScriptedRequest
+from torch import Tensor
+
+from aioengine.layers.forward_batch import PagedInputs
+from aioengine.messages import PREV, SlotParams, StepPlan
+from aioengine.worker import batch as batch_module
+from aioengine.worker.batch import BatchBuilder, Role
+
+BLOCK_SIZE = 4
+ALL_ROLES = Role(is_first=True, is_last=True, is_output=True)
+
+
+@dataclass
+class RecordedAttention:
+    """In place of a backend: keeps its inputs, with copies of the tensors."""
+
+    inputs: PagedInputs
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(batch_module.ATTENTION_BACKENDS, "cpu", RecordedAttention)
+
+
+def builder_with(role: Role = ALL_ROLES) -> BatchBuilder:
+    return BatchBuilder(
+        role,
+        {},
+        num_slots=4,
+        max_num_batched_tokens=16,
+        max_model_len=32,
+        block_size=BLOCK_SIZE,
+        device=torch.device("cpu"),
+    )
+
+
+def request(slot: int, first_block: int, params: SlotParams = GREEDY) -> ScriptedRequest:
+    return ScriptedRequest(slot, 1, params, first_block, BLOCK_SIZE)
+
+
+def unused() -> Tensor:
+    raise AssertionError("no PREV in this plan")
+
+
+def ids_of(*values: int) -> Callable[[], Tensor]:
+    return lambda: torch.tensor(values)
+
+
+def test_rows_of_one_token_come_first(recorded: None) -> None:
+    builder = builder_with()
+    prefill, decode = request(2, first_block=5), request(0, first_block=9)
+    builder.build(StepPlan((decode.new,), (decode.step([1, 2, 3, 4, 5]),)), unused)
+    plan = StepPlan((prefill.new,), (prefill.step([7, 8, 9]), decode.step()), True)
+    inputs = builder.build(plan, ids_of(42, 0, 0, 0))
+    forward = inputs.forward
+    paged = forward.attention.inputs
+    assert forward.token_ids_T.tolist() == [42, 7, 8, 9]
+    assert forward.positions_T.tolist() == [5, 0, 1, 2]
+    assert paged.slot_mapping_T.tolist() == [10 * BLOCK_SIZE + 1, 20, 21, 22]
+    assert paged.block_table_RB[0].tolist() == [9, 10]
+    assert paged.block_table_RB[1, 0] == 5
+    assert paged.context_lens_R.tolist() == list(paged.context_lens) == [6, 3]
+    assert paged.query_lens == (1, 3)
+    assert paged.num_decodes == 1
+    assert inputs.sample_rows_S.tolist() == [0, 3]
+    assert inputs.sampled_slots_S.tolist() == inputs.sampling.slots.tolist() == [0, 2]
+    assert inputs.sampling.positions.tolist() == [6, 3]
+
+
+def test_prev_is_looked_up_by_slot(recorded: None) -> None:
+    builder = builder_with()
+    requests = [request(slot, first_block=1 + slot) for slot in range(3)]
+    first = StepPlan(tuple(r.new for r in requests), tuple(r.step([r.new.slot]) for r in requests))
+    builder.build(first, unused)
+    steps = (requests[2].step(), requests[0].step([PREV]), requests[1].step([77]))
+    inputs = builder.build(StepPlan((), steps), ids_of(10, 11, 12, 13))
+    assert inputs.forward.token_ids_T.tolist() == [12, 10, 77]
+
+
+def test_a_new_tenant_starts_with_an_empty_block_table(recorded: None) -> None:
+    builder = builder_with()
+    first = request(1, first_block=3)
+    builder.build(StepPlan((first.new,), (first.step(range(9)),)), unused)
+    second = ScriptedRequest(1, 2, GREEDY, 8, BLOCK_SIZE)
+    inputs = builder.build(StepPlan((second.new,), (second.step([5]),)), unused)
+    assert inputs.forward.attention.inputs.slot_mapping_T.tolist() == [8 * BLOCK_SIZE]
+    with pytest.raises(AssertionError, match="epochs"):
+        builder.build(StepPlan((), (first.step([1]),)), unused)
+
+
+def test_ranks_build_only_what_they_need(recorded: None) -> None:
+    builder = builder_with(Role(is_first=False, is_last=True, is_output=False))
+    one = request(0, first_block=1)
+    builder.build(StepPlan((one.new,), (one.step([1, 2]),)), unused)
+    inputs = builder.build(StepPlan((), (one.step(),)), unused)
+    assert inputs.forward.token_ids_T is None
+    assert inputs.sampling is None
+    assert inputs.sample_rows_S.tolist() == [0]
+
+
+def test_sampling_parameters_follow_the_slots(recorded: None) -> None:
+    builder = builder_with()
+    params = SlotParams(0.5, 7, 0.9, 0.1, 2**63 - 1, 3, 4)
+    requests = [request(0, 1), request(3, 2, params)]
+    plan = StepPlan(
+        tuple(r.new for r in requests),
+        (requests[0].step([1], sample=False), requests[1].step([2])),
+    )
+    sampling = builder.build(plan, unused).sampling
+    assert sampling.epochs.tolist() == [1]
+    (row,) = sampling.params.tolist()
+    assert row == pytest.approx((0.5, 7, 0.9, 0.1, 2**63 - 1, 3, 4))
