@@ -33,6 +33,7 @@ from aioengine.control.bootstrap import Bootstrap, Seat, run_in_daemon_thread
 from aioengine.control.channel import Link, MemoryLink
 from aioengine.control.signals import Signals
 from aioengine.control.watch import Failure, Watch
+from aioengine.core.stages import split_layers
 from aioengine.dist.launcher import (
     LauncherEnv,
     choose_interface,
@@ -129,13 +130,23 @@ def prepare(config: EngineConfig) -> Setup:
         dp_size=config.data_parallel_size,
     )
     source = resolve_model(config.model)
-    setup = Setup(
-        config, env, layout, source, read_model_config(source), own_address(env, config.host_ip)
-    )
+    model = read_model_config(source)
+    check_fits_model(config, model)
+    setup = Setup(config, env, layout, source, model, own_address(env, config.host_ip))
     set_up_logging(setup)
     choose_interface(setup.address)
     setproctitle.setproctitle(f"aioengine {setup.info.coords} (rank {env.rank}/{env.world_size})")
     return setup
+
+
+def check_fits_model(config: EngineConfig, model: ModelConfig) -> None:
+    """ValueError for settings that the model cannot follow."""
+    split_layers(model.num_layers, config.pipeline_parallel_size, config.stage_layers())
+    if config.max_model_len is not None and config.max_model_len > model.max_position:
+        raise ValueError(
+            f"--max-model-len {config.max_model_len} is more than the {model.max_position} "
+            f"positions that {model.name} was trained for"
+        )
 
 
 def set_up_logging(setup: Setup) -> None:
@@ -348,7 +359,7 @@ class Rank:
         failure = await self._engine.run()
         if failure is not None:
             log.error("first failure: %s", failure.cause)
-            report_to_launcher(setup.env, f"first failure: {failure.cause}")
+            report_to_launcher(setup.env, f"ended because of {failure.cause}")
             if self._front_end is not None and self._front_end.health != "failed":
                 self._signals.request_drain()  # the streams of other replicas may end
         return failure

@@ -384,8 +384,7 @@ def _share_budget(batch: list[Request], budget: int) -> list[tuple[Request, int]
     that a request never has to preempt one already in the plan.
     """
     shares = []
-    running = [request for request in batch if request.slot is not None]
-    for request in sorted(running, key=lambda r: (r.num_remaining_tokens > 1, r.order)):
+    for request in sorted(batch, key=lambda r: (r.num_remaining_tokens > 1, r.order)):
         num_tokens = min(request.num_remaining_tokens, budget)
         budget -= num_tokens
         if num_tokens:

@@ -134,7 +134,7 @@ class GroupCoordinator:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroups:
-    """The groups of this rank; owns the torch.distributed world of the replica."""
+    """The groups of this rank, and the torch.distributed world of its replica."""
 
     tp: GroupCoordinator
     pp: GroupCoordinator
@@ -142,12 +142,14 @@ class ReplicaGroups:
     """Output rank and the ranks that embed, for sampled ids; None on ranks that are neither."""
     dp: GroupCoordinator
     """Ranks and coordinates only: replicas share no torch group."""
+    owns_world: bool
+    """False for a replica of one rank, which leaves torch.distributed alone."""
 
     def close(self) -> None:
         for group in (self.tp, self.pp, self.feedback, self.dp):
             if group is not None:
                 group.close()
-        if dist.is_initialized():
+        if self.owns_world:
             dist.destroy_process_group()
 
 
@@ -197,7 +199,7 @@ def open_replica_groups(
         source = feedback.ranks.index(output_rank(layout, rank))
         feedback.exercise((source, i) for i in range(feedback.size) if i != source)
     dp = GroupCoordinator(f"dp:{builder.instance}", layout.group("dp", rank), rank, device=device)
-    return ReplicaGroups(tp, pp, feedback, dp)
+    return ReplicaGroups(tp, pp, feedback, dp, owns_world=layout.world_size > 1)
 
 
 class _GroupBuilder:

@@ -145,7 +145,8 @@ class Leader:
         await self._device.run(self._worker.call, "close", {})
 
     async def _raise_failure(self) -> None:
-        failure = await self._watch.failed
+        # Shielded: ending this task must not cancel the watch's own future.
+        failure = await asyncio.shield(self._watch.failed)
         raise ReplicaFailedError(failure.cause)
 
     async def _end_failed(self, error: Exception) -> Failure:

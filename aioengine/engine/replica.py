@@ -76,7 +76,7 @@ def check_devices(devices: list[str], ranks: tuple[RankInfo, ...]) -> None:
 
 
 def fit_context(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
-    """Longest request that the KV cache and the model can take, in tokens.
+    """Longest request that the KV cache can take, in tokens.
 
     Raises StartupError with the numbers when that is less than `--max-model-len`.
     """
@@ -84,11 +84,6 @@ def fit_context(config: EngineConfig, model: ModelConfig, num_blocks: int) -> in
     wanted = config.max_model_len
     if wanted is None:
         return min(model.max_position, room)
-    if wanted > model.max_position:
-        raise StartupError(
-            f"--max-model-len {wanted} is more than the {model.max_position} positions that "
-            f"{model.name} was trained for"
-        )
     if wanted > room:
         raise StartupError(
             f"--max-model-len {wanted} does not fit the KV cache: {num_blocks - 1} blocks of "

@@ -1,14 +1,11 @@
 """Which device a rank computes on, and with how many threads."""
 
-import logging
 import os
 from typing import Literal
 
 import torch
 
 from aioengine.errors import StartupError
-
-logger = logging.getLogger(__name__)
 
 
 def select_device(choice: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:

@@ -84,20 +84,20 @@ class Worker:
         self._dtype: torch.dtype = getattr(
             torch, model_config.dtype if config.dtype == "auto" else config.dtype
         )
-        self._coords = layout.coords(rank)
+        coords = layout.coords(rank)
         self._output_rank = output_rank(layout, rank)
         self._role = Role(
-            is_first=self._coords.pp == 0,
-            is_last=self._coords.pp == layout.pp_size - 1,
+            is_first=coords.pp == 0,
+            is_last=coords.pp == layout.pp_size - 1,
             is_output=rank == self._output_rank,
         )
         self._layers = split_layers(model_config.num_layers, layout.pp_size, config.stage_layers())[
-            self._coords.pp
+            coords.pp
         ]
         self._kv_shape = KVShape.of(
             self._cfg,
             self._layers,
-            tp_rank=self._coords.tp,
+            tp_rank=coords.tp,
             tp_size=layout.tp_size,
             block_size=config.block_size,
             dtype=self._dtype,

@@ -18,15 +18,18 @@ SERVE = [sys.executable, "-m", "aioengine.cli", "serve"]
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "flags"), [(1, ()), (4, ("-tp", "2", "-pp", "2")), (2, ())],
+    ("num_ranks", "flags", "max_tokens"),
+    [(1, (), 450), (4, ("-tp", "2", "-pp", "2"), 60), (2, (), 450)],
     ids=["one", "tp2-pp2", "dp2"],
-)  # fmt: skip
-async def test_sigterm_drains(num_ranks: int, flags: tuple[str, ...]) -> None:
+)
+async def test_sigterm_drains(num_ranks: int, flags: tuple[str, ...], max_tokens: int) -> None:
     """The stream in flight ends well, new requests are refused, every rank ends with status 0."""
     with Launch(*MODEL, *flags, num_ranks=num_ranks) as launch:
         async with (
             aiohttp.ClientSession(launch.wait_ready()) as session,
-            session.post("/v1/completions", json={**LONG, "n": 8, "stream": True}) as response,
+            session.post(
+                "/v1/completions", json={**PROMPT, "max_tokens": max_tokens, "n": 2, "stream": True}
+            ) as response,
         ):
             await response.content.readline()
             launch.terminate()
@@ -39,7 +42,7 @@ async def test_sigterm_drains(num_ranks: int, flags: tuple[str, ...]) -> None:
             async with session.get("/readyz") as ready:
                 assert ready.status == 503
             text = (await response.read()).decode()
-        assert text.count('"finish_reason":"length"') == 8
+        assert text.count('"finish_reason":"length"') == 2
         assert text.endswith("data: [DONE]\n\n")
         status = launch.wait_end()
         assert status == (0 if num_ranks == 1 else 1)  # torchrun exits 1 on any signal

@@ -95,15 +95,16 @@ def test_two_stages_alternate_two_halves() -> None:
     replica.drain()
 
 
-def test_least_recently_scheduled_first() -> None:
-    """With async scheduling both halves are always ready; they alternate all the same."""
-    replica = Replica(Sizes(num_stages=2, async_scheduling=True))
-    for first in range(4):
+@pytest.mark.parametrize(("num_stages", "microbatches"), [(2, [{0, 1}, {2, 3}]), (3, [{0}, {1}])])
+def test_least_recently_scheduled_first(num_stages: int, microbatches: list[set[int]]) -> None:
+    """With async scheduling more requests are ready than a plan takes."""
+    replica = Replica(Sizes(num_stages=num_stages, async_scheduling=True))
+    for first in range(sum(map(len, microbatches))):
         replica.add(tokens(4, first), max_tokens=20)
-    for half in ({0, 1}, {2, 3}) * 4:
-        if not replica.has_room:
+    for microbatch in microbatches * 4:
+        if len(replica.in_flight) == 3:
             replica.apply()
-        assert slots(replica.schedule()) == half
+        assert slots(replica.schedule()) == microbatch
     replica.drain()
 
 
@@ -341,7 +342,7 @@ def test_admission_leaves_the_blocks_that_running_prefills_still_need() -> None:
     replica.add(tokens(20), max_tokens=1)
     replica.schedule()
     replica.apply()
-    replica.add(tokens(15, first=1), max_tokens=1, priority=-1)
+    replica.add(tokens(15, first=1), max_tokens=1)
     replica.add(tokens(2), max_tokens=1)  # would fit, but nobody overtakes
     assert slots(replica.schedule()) == {0}
     replica.apply()
@@ -377,23 +378,24 @@ def test_admission_counts_hits_on_free_blocks() -> None:
 def test_the_worst_running_request_is_preempted_and_returns_to_its_place() -> None:
     """6 blocks, three requests with 2. When the best needs a third, the youngest one goes."""
     replica = Replica(Sizes(num_blocks=7, max_model_len=24))
-    for first, priority in enumerate((1, 0, 1)):
-        replica.add(tokens(6, first), max_tokens=6, priority=priority)
+    for prompt, priority in ((tokens(4), 1), (tokens(6, 1), 0), (tokens(6, 2), 1)):
+        replica.add(prompt, max_tokens=6, priority=priority)
     assert [new.params.seed for new in replica.schedule().new_slots] == [1, 0, 2]
     for _ in range(2):
         replica.apply()
         assert slots(replica.schedule()) == {0, 1, 2}
     replica.apply()
-    young = replica.add(tokens(1), max_tokens=1, priority=1)
+    for priority in (1, 0):
+        replica.add(tokens(1), max_tokens=1, priority=priority)
     plan = replica.schedule()
     assert slots(plan) == {0, 1}
-    assert plan.new_slots == ()  # nobody enters a plan that had to preempt
+    assert plan.new_slots == ()  # a block is free, but nobody enters a plan that had to preempt
     assert replica.scheduler.stats().num_preemptions == 1
     entered = []
-    while len(entered) < 2:
+    while len(entered) < 3:
         replica.apply()
         entered += [new.params.seed for new in replica.schedule().new_slots]
-    assert entered == [2, replica.clients[young].added.params.seed]
+    assert entered == [4, 2, 3]
     replica.drain()
     assert all(client.finish_reason == "length" for client in replica.clients.values())
 
@@ -414,9 +416,9 @@ def test_samples_in_flight_of_a_preempted_request_are_drawn_again() -> None:
     assert len(replica.clients[worst].output) == 9
 
 
-def two_in_two_stages(num_best: int, num_worst: int) -> Replica:
+def two_in_stages(num_stages: int, num_best: int, num_worst: int) -> Replica:
     """4 blocks, 2 for each of two requests; the worse one is the less recently scheduled."""
-    replica = Replica(Sizes(num_blocks=5, max_model_len=16, num_stages=2))
+    replica = Replica(Sizes(num_blocks=5, max_model_len=16, num_stages=num_stages))
     replica.add(tokens(num_worst), max_tokens=8, priority=1)
     replica.schedule()
     replica.add(tokens(num_best, first=3), max_tokens=8)
@@ -429,8 +431,9 @@ def two_in_two_stages(num_best: int, num_worst: int) -> Replica:
     return replica
 
 
-def test_who_finds_no_block_leaves_its_place_to_another() -> None:
-    replica = two_in_two_stages(num_best=5, num_worst=7)
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_who_finds_no_block_leaves_its_place_to_another(num_stages: int) -> None:
+    replica = two_in_stages(num_stages, num_best=5, num_worst=7)
     assert slots(replica.schedule()) == {1}
     assert replica.scheduler.stats().num_preemptions == 0
     replica.drain()
@@ -438,7 +441,7 @@ def test_who_finds_no_block_leaves_its_place_to_another() -> None:
 
 def test_who_is_in_the_plan_is_not_preempted() -> None:
     """A third request could enter, so a plan has two places; it does not fit."""
-    replica = two_in_two_stages(num_best=7, num_worst=5)
+    replica = two_in_stages(2, num_best=7, num_worst=5)
     replica.add(tokens(8), max_tokens=1, priority=2)
     assert slots(replica.schedule()) == {0}
     assert slots(replica.schedule()) == {1}

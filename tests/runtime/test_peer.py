@@ -1,0 +1,248 @@
+"""A peer does what arrives, in order, and ends when it should."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from support.fake_worker import FakeWorker, next_token
+from support.mailbox import Mailbox, settle
+from support.replicas import device_thread, info
+
+from aioengine.config import EngineConfig
+from aioengine.control import watch
+from aioengine.control.channel import MemoryLink
+from aioengine.control.watch import Failure, Watch
+from aioengine.engine.peer import Peer
+from aioengine.messages import (
+    CallReply,
+    DeviceCall,
+    DrainRequested,
+    Goodbye,
+    Heartbeat,
+    Job,
+    JobFailed,
+    NewSlot,
+    Ordered,
+    PeerEvent,
+    ReplicaFailed,
+    Sampled,
+    Shutdown,
+    SlotParams,
+    SlotStep,
+    StepPlan,
+    StepResult,
+)
+
+CONFIG = EngineConfig(heartbeat_seconds=60.0, kill_frozen=False)
+LOAD = DeviceCall("load_model", {})
+PARAMS = SlotParams(
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, choice_index=0, logprobs=None
+)
+PLAN = StepPlan((NewSlot(0, 1, PARAMS),), (SlotStep(0, 1, 0, (4, 5), (1,), True),))
+
+
+class LeaderBox(Mailbox):
+    """The leader's end of the link, and the peer behind it."""
+
+    worker: FakeWorker
+    peer: Peer
+    outcome: "asyncio.Task[Failure | None]"
+
+    def order(self, *jobs: Job, first: int = 1) -> None:
+        for seq, job in enumerate(jobs, start=first):
+            self.send(Ordered(seq, job))
+
+    async def failure(self) -> Failure:
+        failure = await self.outcome
+        assert failure is not None
+        return failure
+
+
+@asynccontextmanager
+async def running_peer(
+    config: EngineConfig = CONFIG, *, is_output: bool = True
+) -> AsyncIterator[LeaderBox]:
+    near, far = MemoryLink.pair(asyncio.get_running_loop())
+    leader = LeaderBox(near, PeerEvent)
+    leader.worker = FakeWorker(is_output=is_output)
+    async with AsyncExitStack() as stack:
+        device = await stack.enter_async_context(device_thread())
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        peer = Peer(config, Watch(info(1), {0: info(0)}), 0, far, device, leader.worker)
+        leader.peer = peer
+        leader.outcome = tasks.create_task(peer.run(), name="peer")
+        try:
+            yield leader
+        finally:
+            leader.worker.gate.set()
+            leader.send(Shutdown())
+
+
+async def test_jobs_run_in_order_and_are_answered() -> None:
+    async with running_peer() as leader:
+        leader.order(DeviceCall("open_device", {}), LOAD, PLAN)
+        result = await leader.next(StepResult)
+        assert leader.messages == [CallReply(1, "cpu"), CallReply(2, None), result]
+        assert result == StepResult(3, (Sampled(0, 1, (next_token(5, 1),)),))
+
+
+async def test_ranks_that_do_not_sample_answer_calls_only() -> None:
+    async with running_peer(is_output=False) as leader:
+        leader.order(PLAN, LOAD)
+        await leader.next(CallReply)
+        assert leader.messages == [CallReply(2, None)]
+        assert leader.worker.seqs == [1]
+
+
+async def test_jobs_sent_before_it_runs_are_kept() -> None:
+    async with running_peer() as leader:
+        leader.order(LOAD, PLAN)  # the peer's task has not begun
+        assert (await leader.next(StepResult)).seq == 2
+
+
+@pytest.mark.parametrize(("seqs", "due"), [((2,), 1), ((1, 3), 2), ((1, 1), 2), ((1, 2, 5), 3)])
+async def test_a_gap_in_the_sequence_is_an_error(seqs: tuple[int, ...], due: int) -> None:
+    async with running_peer() as leader:
+        for seq in seqs:
+            leader.send(Ordered(seq, LOAD))
+        failure = await leader.failure()
+        assert failure.rank == 1
+        assert failure.cause.startswith(str(info(1)))
+        assert f"job {seqs[-1]} arrived from the leader where {due} was due" in failure.cause
+    assert leader.worker.calls == ["load_model"] * (due - 1)
+
+
+async def test_shutdown_lets_steps_complete_and_says_goodbye() -> None:
+    async with running_peer() as leader:
+        leader.worker.gate.clear()
+        leader.order(PLAN)
+        await leader.worker.entered.wait()
+        leader.send(Shutdown())
+        await settle()
+        assert not leader.outcome.done()
+        leader.worker.gate.set()
+        assert await leader.outcome is None
+        await leader.next(Goodbye)
+        assert [type(message) for message in leader.messages] == [StepResult, Goodbye]
+    assert leader.worker.calls == ["close"]
+
+
+async def test_the_loss_of_the_leader_ends_it() -> None:
+    """Also in a step: nobody waits for a thread that may be stuck in a collective."""
+    async with running_peer() as leader:
+        leader.worker.gate.clear()
+        leader.order(PLAN)
+        await leader.worker.entered.wait()
+        leader.link.close()
+        failure = await leader.failure()
+        assert failure.rank == 0
+        assert failure.cause.startswith(f"{info(0)}: connection closed")
+    assert "close" not in leader.worker.calls
+
+
+async def test_the_leaders_word_about_the_cause_counts() -> None:
+    async with running_peer() as leader:
+        leader.send(ReplicaFailed("rank 2: gone"))
+        leader.link.close()
+        assert await leader.failure() == Failure("rank 2: gone", None)
+
+
+async def test_an_exception_is_reported_and_the_leader_decides() -> None:
+    async with running_peer() as leader:
+        leader.worker.on_execute = lambda plan: 1 / 0  # type: ignore[assignment,return-value]
+        leader.order(LOAD, PLAN)
+        failed = await leader.next(JobFailed)
+        assert (failed.seq, failed.type_name, failed.message) == (
+            2,
+            "ZeroDivisionError",
+            "division by zero",
+        )
+        assert not leader.outcome.done()
+        leader.send(ReplicaFailed("rank 2: gone"))
+        assert (await leader.failure()).cause == "rank 2: gone"
+
+
+async def test_its_own_view_counts_when_the_leader_stays_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "BLAME_GRACE_S", 0.05)
+    async with running_peer() as leader:
+        leader.worker.on_call = lambda method: 1 / 0  # type: ignore[assignment,return-value]
+        leader.order(LOAD)
+        failure = await leader.failure()
+        assert failure == Failure(f"{info(1)}: job 1: ZeroDivisionError: division by zero", 1)
+
+
+async def test_heartbeats_begin_with_the_leaders_first() -> None:
+    config = msgspec.structs.replace(CONFIG, heartbeat_seconds=0.2)
+    async with running_peer(config) as leader:
+        leader.order(LOAD)
+        await leader.next(CallReply)
+        assert not leader.peer.is_ready
+        leader.send(Heartbeat(1, "idle"))
+        assert await leader.next(Heartbeat) == Heartbeat(1, "idle")
+        assert leader.peer.is_ready
+        failure = await leader.failure()
+        assert failure.rank == 0
+        assert "silent for more than --heartbeat-seconds 0.2" in failure.cause
+        assert "it was last in idle, job 1 done" in failure.cause
+
+
+async def test_a_drain_request_goes_to_the_leader() -> None:
+    async with running_peer() as leader:
+        leader.peer.request_drain(DrainRequested(1))
+        assert await leader.next(DrainRequested) == DrainRequested(1)
+
+
+# --- the watch on its own --------------------------------------------------------------------------
+
+
+async def test_a_frozen_rank_of_this_host_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(watch.os, "kill", lambda *args: killed.append(args))
+    others = {1: info(1), 2: msgspec.structs.replace(info(2), host="another host")}
+    watching = Watch(info(0), others)
+    async with asyncio.TaskGroup() as tasks:
+        beats = tasks.create_task(watching.run_heartbeats(0.05, True, lambda: None))
+        await watching.failed
+        beats.cancel()
+    assert set(killed) == {(info(1).pid, watch.signal.SIGKILL)}
+
+
+async def test_a_loop_that_is_late_does_not_hold_it_against_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This rank was stopped for a minute; so nothing was heard."""
+    watching = Watch(info(0), {1: info(1)})
+    clock = 0.0
+    sent = 0
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock)
+    stop = asyncio.Event()
+
+    def send_beat() -> None:
+        nonlocal clock, sent
+        sent += 1
+        if sent == 1:
+            clock += 60.0
+        elif sent == 4:
+            stop.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        beats = tasks.create_task(watching.run_heartbeats(0.04, True, send_beat))
+        await stop.wait()
+        beats.cancel()
+    assert not watching.failed.done()
+    assert "late" in caplog.text
+
+
+async def test_only_the_first_failure_counts() -> None:
+    watching = Watch(info(0), {1: info(1), 2: info(2)})
+    watching.departed(2)
+    watching.connection_closed(2, "closed")
+    assert not watching.failed.done()
+    watching.connection_closed(1, "closed")
+    watching.fail("later", 2)
+    assert (await watching.failed).rank == 1

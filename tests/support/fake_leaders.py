@@ -1,0 +1,85 @@
+"""Leaders as a front end sees them: what a test says comes back."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from support.mailbox import Mailbox
+from support.replicas import info
+
+from aioengine.control.channel import Link, MemoryLink
+from aioengine.frontend.front_end import FrontEnd
+from aioengine.messages import (
+    Abort,
+    AddRequest,
+    FinishReason,
+    FrontEndCommand,
+    LoadStats,
+    ReplicaFailed,
+    ReplicaReady,
+    RequestDelta,
+    StepReport,
+    TokenLogprobs,
+)
+
+
+class FakeLeader(Mailbox):
+    """Keeps the front end's commands."""
+
+    def ready(self, max_model_len: int = 200, num_ranks: int = 1) -> None:
+        ranks = tuple(info(rank) for rank in range(num_ranks))
+        self.send(
+            ReplicaReady(ranks=ranks, num_blocks=64, block_size=16, max_model_len=max_model_len)
+        )
+
+    def fail(self, cause: str) -> None:
+        self.send(ReplicaFailed(cause))
+
+    def report(self, *deltas: RequestDelta, **stats: int) -> None:
+        self.send(StepReport(deltas, LoadStats(**stats)))
+
+    def answer(
+        self,
+        added: AddRequest,
+        token_ids: Sequence[int],
+        finish_reason: FinishReason | None = None,
+        **fields: Any,
+    ) -> None:
+        """One report with one delta; log probabilities when they were asked for."""
+        num_top = added.params.logprobs
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if num_top is not None:
+            tops = tuple((ord("a") + i, -1.0 - i) for i in range(num_top))
+            logprobs = tuple(TokenLogprobs(-0.5, tops) for _ in token_ids)
+        self.report(
+            RequestDelta(added.request_id, tuple(token_ids), logprobs, finish_reason, **fields)
+        )
+
+    async def added(self, count: int = 1) -> list[AddRequest]:
+        """The first `count` requests that came."""
+        await self.until(lambda: len(self.of(AddRequest)) >= count)
+        return self.of(AddRequest)[:count]
+
+    async def aborted(self, count: int = 1) -> list[str]:
+        await self.until(lambda: len(self.of(Abort)) >= count)
+        return [abort.request_id for abort in self.of(Abort)]
+
+
+def front_end_with_leaders(
+    num_replicas: int, max_concurrent_requests: int = 100
+) -> tuple[FrontEnd, list[FakeLeader]]:
+    """Started; no replica is ready."""
+    links: list[Link] = []
+    leaders = []
+    for _ in range(num_replicas):
+        near, far = MemoryLink.pair(asyncio.get_running_loop())
+        links.append(near)
+        leaders.append(FakeLeader(far, FrontEndCommand))
+    front_end = FrontEnd("fe", links, max_concurrent_requests)
+    front_end.start()
+    return front_end, leaders
+
+
+def sample(front_end: FrontEnd, name: str, **labels: str) -> float | None:
+    """One figure of the metrics."""
+    return front_end.metrics.registry.get_sample_value(f"aioengine:{name}", labels)

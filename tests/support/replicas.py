@@ -1,0 +1,166 @@
+"""One replica in one loop: a Leader, its Peers over memory links, and front ends."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from support.fake_worker import VOCAB_SIZE, FakeWorker
+from support.mailbox import Mailbox
+
+from aioengine.config import EngineConfig
+from aioengine.control.channel import Link, MemoryLink
+from aioengine.control.watch import Failure, Watch
+from aioengine.engine.device import DeviceThread
+from aioengine.engine.leader import Leader
+from aioengine.engine.peer import Peer
+from aioengine.messages import (
+    AddRequest,
+    LeaderEvent,
+    RankInfo,
+    RequestDelta,
+    SamplingParams,
+    Shutdown,
+    StepReport,
+)
+from aioengine.model_config import ModelConfig, RopeConfig
+
+MODEL = ModelConfig(
+    family="llama",
+    name="fake",
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    vocab_size=VOCAB_SIZE,
+    max_position=1024,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+    tie_word_embeddings=True,
+)
+
+
+def info(rank: int) -> RankInfo:
+    # No process has this pid: a test that kills a frozen rank by mistake kills nobody.
+    return RankInfo(rank, f"dp0 pp0 tp{rank}", "host", 2**30 + rank)
+
+
+def request(
+    request_id: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5, **params: Any
+) -> AddRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    return AddRequest(request_id=request_id, token_ids=prompt, params=sampling)
+
+
+@asynccontextmanager
+async def device_thread() -> AsyncIterator[DeviceThread]:
+    """Left once its tasks are done. The thread then sleeps until the process ends."""
+    loop = asyncio.get_running_loop()
+    device = DeviceThread(loop)
+    try:
+        yield device
+    finally:
+        await device.run(lambda: None)
+        loop.remove_reader(device._wake_fd)
+        os.close(device._wake_fd)
+
+
+class FrontEndBox(Mailbox):
+    """A front end that only collects."""
+
+    def deltas(self, request_id: str) -> list[RequestDelta]:
+        reports = self.of(StepReport)
+        return [d for report in reports for d in report.deltas if d.request_id == request_id]
+
+    def token_ids(self, request_id: str) -> tuple[int, ...]:
+        return tuple(t for delta in self.deltas(request_id) for t in delta.token_ids)
+
+    async def until_finished(self, request_id: str) -> RequestDelta:
+        def last() -> RequestDelta | None:
+            return next((d for d in self.deltas(request_id) if d.finish_reason), None)
+
+        return await self.until(last)
+
+
+class FakeReplica:
+    """`outcomes` holds the task of every rank's run()."""
+
+    def __init__(self, num_peers: int, output_rank: int, num_front_ends: int, config: EngineConfig):
+        loop = asyncio.get_running_loop()
+        ranks = range(num_peers + 1)
+        self.config = config
+        self.workers = [FakeWorker(is_output=rank == output_rank) for rank in ranks]
+        self.leader_links: dict[int, Link] = {}
+        """The leader's end of its link to each peer."""
+        self.peer_links: dict[int, Link] = {}
+        self.peers: dict[int, Peer] = {}
+        self.front_ends: list[FrontEndBox] = []
+        self.outcomes: list[asyncio.Task[Failure | None]] = []
+        self.watches = [Watch(info(0), {rank: info(rank) for rank in ranks[1:]})]
+        self.watches += [Watch(info(rank), {0: info(0)}) for rank in ranks[1:]]
+        for rank in ranks[1:]:
+            self.leader_links[rank], self.peer_links[rank] = MemoryLink.pair(loop)
+        self._sources: dict[str, tuple[Link, RankInfo]] = {}
+        for i in range(num_front_ends):
+            near, far = MemoryLink.pair(loop)
+            self._sources[f"front end {i}"] = (far, info(100 + i))
+            self.front_ends.append(FrontEndBox(near, LeaderEvent))
+
+    def start(self, tasks: asyncio.TaskGroup, devices: list[DeviceThread]) -> None:
+        self.leader = Leader(
+            self.config,
+            MODEL,
+            self.watches[0],
+            devices[0],
+            self.workers[0],
+            self.leader_links,
+            self._sources,
+            "127.0.0.1",
+        )
+        self.outcomes.append(tasks.create_task(self.leader.run(), name="leader"))
+        for rank, link in self.peer_links.items():
+            worker, watch = self.workers[rank], self.watches[rank]
+            self.peers[rank] = Peer(self.config, watch, 0, link, devices[rank], worker)
+            self.outcomes.append(tasks.create_task(self.peers[rank].run(), name=f"peer {rank}"))
+
+    def kill(self, rank: int) -> None:
+        """As if the process of a peer had died: its kernel closes its connection."""
+        self.outcomes[rank].cancel()
+        self.peer_links[rank].close()
+
+    async def failure(self, rank: int) -> Failure:
+        failure = await self.outcomes[rank]
+        assert failure is not None
+        return failure
+
+    def end(self) -> None:
+        """Shut down whatever still runs."""
+        for worker in self.workers:
+            worker.gate.set()
+        for front_end in self.front_ends:
+            front_end.send(Shutdown())
+        self.front_ends.clear()
+
+
+@asynccontextmanager
+async def running_replica(
+    num_peers: int = 0,
+    *,
+    output_rank: int = 0,
+    num_front_ends: int = 1,
+    set_up: Callable[[FakeReplica], None] = lambda replica: None,
+    **settings: Any,
+) -> AsyncIterator[FakeReplica]:
+    """A replica that loads when the context is entered and is shut down when it is left."""
+    settings = {"kill_frozen": False, "heartbeat_seconds": 60.0, **settings}
+    replica = FakeReplica(num_peers, output_rank, num_front_ends, EngineConfig(**settings))
+    set_up(replica)
+    async with AsyncExitStack() as stack:
+        devices = [await stack.enter_async_context(device_thread()) for _ in replica.workers]
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        replica.start(tasks, devices)
+        stack.callback(replica.end)
+        yield replica
