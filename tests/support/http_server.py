@@ -1,5 +1,6 @@
 """The HTTP API on a real socket, in front of fake leaders."""
 
+import io
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -73,8 +74,9 @@ class Served:
 
     async def post(self, path: str, body: Any = None, **options: Any) -> Answer:
         """`body`: an object, or bytes to be sent as they are."""
-        key = "data" if isinstance(body, bytes) else "json"
-        return await self.ask("POST", path, **{key: body}, **options)
+        is_raw = isinstance(body, bytes)
+        sent = {"data": io.BytesIO(body)} if is_raw else {"json": body}
+        return await self.ask("POST", path, **sent, **options)
 
     async def ask(self, method: str, path: str, **options: Any) -> Answer:
         async with self.session.request(method, path, **options) as response:
@@ -117,13 +119,13 @@ async def serving(
     )
     server = HttpServer(api)
     url = await server.open()
-    timeout = aiohttp.ClientTimeout(total=LIMIT_S)
-    session = aiohttp.ClientSession(url, timeout=timeout)
     try:
-        await settle()
-        yield Served(url, api, front_end, leaders, session)
+        async with aiohttp.ClientSession(
+            url.removesuffix(api.config.root_path), timeout=aiohttp.ClientTimeout(total=LIMIT_S)
+        ) as session:
+            await settle()
+            yield Served(url, api, front_end, leaders, session)
+            front_end.end_streams("the test is over")
     finally:
-        front_end.end_streams("the test is over")
-        await session.close()
         await server.close()
         text._pool.shutdown()

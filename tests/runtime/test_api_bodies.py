@@ -1,0 +1,242 @@
+"""What is wrong in a body is a 400 that names the field; nothing of it reaches a replica."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from support.http_server import CHAT, COMPLETIONS, MESSAGES, PROMPT, serving
+from support.mailbox import settle
+from support.tiny_model import ids
+
+from aioengine import limits
+from aioengine.api.schema import UNSUPPORTED
+from aioengine.messages import AddRequest
+
+CONTEXT = 200
+DEEP = 100_000
+
+
+def raw(field: str, literal: str) -> bytes:
+    """A completion body with a field that Python would not write."""
+    return f'{{"prompt": "hello", "{field}": {literal}}}'.encode()
+
+
+def chat(*messages: Any, **fields: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **fields}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+SHARED_FIELDS = [
+    # field, value, param when it is not the field
+    ("n", 0, None),
+    ("n", -1, None),
+    ("n", 1.5, None),
+    ("n", True, None),
+    ("n", limits.MAX_CHOICES + 1, None),
+    ("temperature", -1, None),
+    ("temperature", -1e-9, None),
+    ("temperature", "hot", None),
+    ("top_p", 0, None),
+    ("top_p", 1.5, None),
+    ("top_k", -5, None),
+    ("top_k", 2**31, None),
+    ("min_p", -0.1, None),
+    ("min_p", 1.1, None),
+    ("seed", 2**63, None),
+    ("seed", "1", None),
+    ("max_tokens", 0, None),
+    ("max_tokens", -1, None),
+    ("max_tokens", CONTEXT, None),
+    ("stop", [""], None),
+    ("stop", "", None),
+    ("stop", ["x"] * (limits.MAX_STOP_STRINGS + 1), None),
+    ("stop", "x" * (limits.MAX_STOP_STRING_CHARS + 1), None),
+    ("stop", [1], "stop[0]"),
+    ("stop_token_ids", [300], None),
+    ("stop_token_ids", [-1], "stop_token_ids[0]"),
+    ("stop_token_ids", [0] * (limits.MAX_STOP_TOKEN_IDS + 1), None),
+    ("stream", "yes", None),
+    ("stream_options", {"include_usage": 1}, "stream_options.include_usage"),
+    ("priority", 2**31, None),
+    ("cache_salt", "x" * 257, None),
+    ("ignore_eos", 1, None),
+    ("logprobs", limits.MAX_LOGPROBS + 1, None),
+    ("logprobs", -1, None),
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("field", "value", "param"), SHARED_FIELDS)
+async def test_fields_of_both_routes(path: str, field: str, value: Any, param: str | None) -> None:
+    body = PROMPT if path == COMPLETIONS else MESSAGES
+    async with serving() as server:
+        answer = await server.post(path, {**body, field: value})
+        assert answer.status == 400
+        assert answer.error["type"] == "invalid_request_error"
+        assert answer.error["param"] == (param or field)
+        await settle()
+        assert not server.leader.of(AddRequest)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (raw("temperature", "1e999"), "temperature"),
+        (raw("seed", "9" * 5000), "seed"),
+        (raw("n", "1e999"), "n"),
+        (raw("temperature", "NaN"), None),
+        (raw("temperature", "Infinity"), None),
+        (raw("temperature", "-Infinity"), None),
+        (b'{"prompt": "\\ud800"}', None),
+        (b'{"prompt": "\xff"}', None),
+        (b'{"prompt": "a"', None),
+        (b"", None),
+        (b"null", None),
+        (b"[]", None),
+        (b"[" * DEEP + b"]" * DEEP, None),
+        (b'{"prompt":' + b"[" * DEEP + b"]" * DEEP + b"}", "prompt[0][0]"),
+        (raw("novel", "[" * DEEP + "]" * DEEP), None),
+        (raw("chat_template_kwargs", '{"a":' * DEEP + "1" + "}" * DEEP), None),
+    ],
+    ids=lambda value: value[:40].decode(errors="replace") if isinstance(value, bytes) else None,
+)
+async def test_bodies_that_are_no_good_json(body: bytes, param: str | None) -> None:
+    async with serving() as server:
+        answer = await server.post(COMPLETIONS, body)
+        assert (answer.status, answer.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, [1]]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [300]}, "prompt"),
+        ({"prompt": [2**31]}, "prompt[0]"),
+        ({"prompt": [[1], [300]]}, "prompt"),
+        ({"prompt": "x" * CONTEXT}, "prompt"),
+        ({"prompt": [1] * CONTEXT}, "prompt"),
+        ({"prompt": ["a"] * 20_000}, "prompt"),
+        ({"prompt": ["a"] * 129}, "n"),
+        ({"prompt": ["a", "b"], "n": 65}, "n"),
+        ({**PROMPT, "model": ""}, "model"),
+        ({**PROMPT, "logprobs": True}, "logprobs"),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+async def test_prompts(body: dict[str, Any], param: str) -> None:
+    async with serving() as server:
+        answer = await server.post(COMPLETIONS, body)
+        assert answer.status == (404 if param == "model" else 400)
+        assert answer.error["param"] == param
+        await settle()
+        assert not server.leader.of(AddRequest)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        (chat(), "messages"),
+        ({"messages": "hi"}, "messages"),
+        (chat("hi"), "messages[0]"),
+        (chat({"content": "x"}), "messages[0].role"),
+        (chat({"role": "", "content": "x"}), "messages[0].role"),
+        (chat({"role": 1, "content": "x"}), "messages[0].role"),
+        (chat(user(1)), "messages[0].content"),
+        (chat(user("a"), user({"text": "b"})), "messages[1].content"),
+        (chat(user(["b"])), "messages[0].content[0]"),
+        (chat(user([{"type": "text"}])), "messages[0].content[0].text"),
+        (chat(user([{"type": "image_url", "image_url": {}}])), "messages[0].content[0].type"),
+        (chat({"role": "bad", "content": "x"}), "messages"),
+        (chat(*[user("x")] * (limits.MAX_MESSAGES + 1)), "messages"),
+        (chat(user("x" * CONTEXT)), "messages"),
+        (chat(user("x"), top_logprobs=2), "top_logprobs"),
+        (chat(user("x"), logprobs=False, top_logprobs=2), "top_logprobs"),
+        (chat(user("x"), logprobs=True, top_logprobs=21), "top_logprobs"),
+        (chat(user("x"), logprobs=2), "logprobs"),
+        (chat(user("x"), max_completion_tokens=0), "max_completion_tokens"),
+        (chat(user("x"), continue_final_message=True), "messages"),
+        (chat(user("x"), chat_template_kwargs={"messages": []}), "messages"),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+async def test_conversations(body: dict[str, Any], param: str) -> None:
+    async with serving() as server:
+        answer = await server.post(CHAT, body)
+        assert (answer.status, answer.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("field", sorted(UNSUPPORTED))
+async def test_fields_that_are_known_but_not_served(field: str) -> None:
+    async with serving() as server:
+        for path, body in ((COMPLETIONS, PROMPT), (CHAT, MESSAGES)):
+            answer = await server.post(path, {**body, field: "something"})
+            assert answer.status == 400
+            assert (answer.error["param"], answer.error["code"]) == (field, "unsupported")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (chat(user("x"), chat_template="{{ 1 }}"), "chat_template"),
+        (
+            chat({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}),
+            "messages.tool_calls",
+        ),
+    ],
+)
+async def test_parts_of_a_conversation_that_are_not_served(
+    body: dict[str, Any], field: str
+) -> None:
+    async with serving() as server:
+        answer = await server.post(CHAT, body)
+        assert answer.status == 400
+        assert (answer.error["param"], answer.error["code"]) == (field, "unsupported")
+
+
+async def test_values_that_ask_for_nothing_are_taken() -> None:
+    neutral = {name: values[-1] for name, values in UNSUPPORTED.items()}
+    async with serving() as server, asyncio.TaskGroup() as tasks:
+        for count, fields in enumerate((neutral, dict.fromkeys(UNSUPPORTED)), start=1):
+            asked = tasks.create_task(server.post(COMPLETIONS, {**PROMPT, **fields}))
+            added = (await server.leader.added(count))[-1]
+            server.leader.answer(added, ids("x"), "length")
+            assert (await asked).status == 200
+
+
+async def test_an_unknown_model_is_not_found() -> None:
+    async with serving() as server:
+        for path, body in ((COMPLETIONS, PROMPT), (CHAT, MESSAGES), ("/tokenize", PROMPT)):
+            answer = await server.post(path, {**body, "model": "gpt-4"})
+            assert (answer.status, answer.error["param"]) == (404, "model")
+            assert answer.error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("pin", ["1", "-1", "x", "1.0", "", "9" * 20, "²"])
+async def test_pins_to_replicas_that_do_not_exist(pin: str) -> None:
+    async with serving() as server:
+        answer = await server.post(COMPLETIONS, PROMPT, headers={"X-data-parallel-rank": pin})
+        assert answer.status == 400
+        assert "X-data-parallel-rank" in answer.error["message"]
+
+
+async def test_a_context_that_is_too_short_has_its_own_code() -> None:
+    async with serving() as server:
+        for body in ({"prompt": "x" * CONTEXT}, {**PROMPT, "max_tokens": CONTEXT - 4}):
+            answer = await server.post(COMPLETIONS, body)
+            assert answer.error["code"] == "context_length_exceeded"
