@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import setproctitle
@@ -173,6 +174,7 @@ async def run_rank(setup: Setup) -> int:
     life = asyncio.current_task()
     assert life is not None
     signals.on_first = lambda: rank.on_drain_signal(life)
+    asyncio.get_running_loop().set_exception_handler(rank.on_loop_error)
     try:
         return await rank.live()
     except asyncio.CancelledError:
@@ -219,6 +221,13 @@ class Rank:
             life.cancel()
         elif self._front_end is None:
             self._engine.request_drain(DrainRequested(self._setup.env.rank))
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised: whoever waits for what it should have done would wait for ever."""
+        loop.default_exception_handler(context)
+        if "handle" in context:
+            report_to_launcher(self._setup.env, str(context["message"]))
+            leave(EXIT_OWN_FAILURE)
 
     async def live(self) -> int:
         setup = self._setup

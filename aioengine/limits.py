@@ -14,6 +14,12 @@ MAX_STOP_STRING_CHARS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_SEED: Final = 2**63 - 1
 
+MAX_TEMPLATE_OUTPUT_CHARS: Final = 2 * MAX_BODY_BYTES
+"""A conversation that fills a request body, and as much again around it."""
+MAX_TEMPLATE_ITERATIONS: Final = 200_000
+"""Loop passes and macro calls of one rendering."""
+MAX_TEMPLATE_EXPONENT: Final = 64
+
 MAX_HANDSHAKE_FRAME_BYTES: Final = 64 * 2**10
 """Before a connection has proved itself; configurations are compared in this phase."""
 HANDSHAKE_TIMEOUT_S: Final = 20.0

@@ -57,6 +57,8 @@ def model_config_from_hf(
     family = config.get("model_type")
     if family != "llama":
         raise ValueError(f"config.json: model_type {family!r} is not supported; 'llama' is")
+    if config.get("quantization_config"):
+        raise ValueError("config.json: checkpoints with a quantization_config are not supported")
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"config.json: hidden_act {activation!r} is not supported; 'silu' is")

@@ -134,13 +134,10 @@ class Message(msgspec.Struct, kw_only=True):
     tool_calls: list[Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: content is one string."""
+        """Plain objects; `ChatTemplate` joins the parts of a content."""
         if self.tool_calls:
             raise unsupported("messages.tool_calls")
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        message = {"role": self.role, "content": content or ""}
+        message = {"role": self.role, "content": msgspec.to_builtins(self.content) or ""}
         return message if self.name is None else {**message, "name": self.name}
 
 

@@ -13,13 +13,11 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from aioengine.limits import MAX_BODY_BYTES
-
-MAX_RENDERED_CHARS: Final = 2 * MAX_BODY_BYTES
-"""A conversation that fills a request body, and as much again around it."""
-MAX_ITERATIONS: Final = 200_000
-"""Loop passes and macro calls of one rendering."""
-MAX_EXPONENT: Final = 64
+from aioengine.limits import (
+    MAX_TEMPLATE_EXPONENT,
+    MAX_TEMPLATE_ITERATIONS,
+    MAX_TEMPLATE_OUTPUT_CHARS,
+)
 
 END_MARK: Final = "\ue000end of the final message\ue000"
 OWN_NAMES: Final = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
@@ -117,16 +115,16 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def count_iteration(self) -> None:
         self.num_iterations += 1
-        if self.num_iterations > MAX_ITERATIONS:
-            raise SecurityError(f"more than {MAX_ITERATIONS} loop passes")
+        if self.num_iterations > MAX_TEMPLATE_ITERATIONS:
+            raise SecurityError(f"more than {MAX_TEMPLATE_ITERATIONS} loop passes")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and abs(right) > MAX_EXPONENT:
-            raise SecurityError(f"exponent above {MAX_EXPONENT}")
+        if operator == "**" and abs(right) > MAX_TEMPLATE_EXPONENT:
+            raise SecurityError(f"exponent above {MAX_TEMPLATE_EXPONENT}")
         for repeated, times in ((left, right), (right, left)):
             repeats = isinstance(repeated, str | list | tuple) and isinstance(times, int)
-            if repeats and len(repeated) * times > MAX_RENDERED_CHARS:
-                raise SecurityError(f"more than {MAX_RENDERED_CHARS} elements")
+            if repeats and len(repeated) * times > MAX_TEMPLATE_OUTPUT_CHARS:
+                raise SecurityError(f"more than {MAX_TEMPLATE_OUTPUT_CHARS} elements")
         return super().call_binop(context, operator, left, right)
 
 
@@ -152,8 +150,8 @@ def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
     try:
         for piece in template.generate(variables):
             size += len(piece)
-            if size > MAX_RENDERED_CHARS:
-                raise SecurityError(f"more than {MAX_RENDERED_CHARS} characters")
+            if size > MAX_TEMPLATE_OUTPUT_CHARS:
+                raise SecurityError(f"more than {MAX_TEMPLATE_OUTPUT_CHARS} characters")
             pieces.append(piece)
     except Exception as error:  # a template can do anything that Python can refuse
         raise TemplateError(f"chat template: {error}") from error

@@ -205,29 +205,3 @@ async def test_a_client_that_leaves_a_stream_aborts_its_requests(path: str) -> N
             response.close()
         assert set(await server.leader.aborted(2)) == {first.request_id, second.request_id}
         assert server.front_end.num_live == 0
-
-
-@pytest.mark.parametrize("path", BODIES)
-async def test_a_client_that_does_not_read_holds_text_and_not_events(path: str) -> None:
-    """The stream's writer waits for it; meanwhile updates merge, and its neighbours go on."""
-    async with serving() as server:
-        body = {**BODIES[path], "stream": True}
-        async with server.session.post(path, json=body) as response:
-            (added,) = await server.leader.added()
-            sent = 0
-            chunk = ids("x" * 2**16)
-            while not (unread := server.front_end.replicas[0].live[added.request_id][0]._unread):
-                pass
-            for _ in range(200):
-                server.leader.answer(added, chunk)
-                sent += len(chunk)
-                await settle()
-            assert isinstance(unread.text, str)
-            server.leader.answer(added, (), "length")
-            num_events = 0
-            text = 0
-            async for line in lines(response):
-                num_events += 1
-                text += line.count(b"x")
-            assert text >= sent
-            assert num_events < 200
