@@ -256,7 +256,8 @@ class Rank:
             log.info("ended in order")
             return EXIT_OK
         if failure.rank == setup.env.rank:
-            return EXIT_OWN_FAILURE
+            assert self._engine is not None
+            return EXIT_OWN_FAILURE if self._engine.is_ready else EXIT_STARTUP
         await self._hold_for_blame()
         return EXIT_LOST_PEER
 

@@ -60,6 +60,8 @@ async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResp
         if isinstance(error, web.HTTPMethodNotAllowed):
             shaped.headers["Allow"] = error.headers["Allow"]
         return shaped
+    except web.RequestPayloadError:
+        return ApiError(400, "the body's encoding or framing is broken").response()
     except ConnectionError:
         raise  # the client has left; there is nobody to answer
     except Exception:
