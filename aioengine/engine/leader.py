@@ -208,7 +208,7 @@ class Leader:
             self._executor.submit(plan)
 
     def _handle(self, event: Event) -> bool:
-        """False when the event ends the replica."""
+        """False when no front end is left: the replica ends."""
         match event:
             case StepDone(result=result):
                 self._collect(self._scheduler.apply(result))
@@ -218,31 +218,35 @@ class Leader:
                     self._scheduler.fail_plan(plan, f"{error.type_name}: {error.message}")
                 )
             case FromFrontEnd(source=source, command=command):
-                return self._obey(source, command)
+                self._obey(source, command)
             case FrontEndLost(source=source, reason=reason):
                 self._lose_front_end(source, reason)
             case _:
                 assert_never(event)
-        return True
+        return bool(self._front_ends)
 
-    def _obey(self, source: str, command: FrontEndCommand) -> bool:
+    def _obey(self, source: str, command: FrontEndCommand) -> None:
         match command:
             case AddRequest():
                 self._scheduler.add(command, source)
             case Abort(request_id=request_id):
                 self._scheduler.abort(source, request_id)
             case Shutdown():
-                return False
+                self._forget_front_end(source)
             case _:
                 assert_never(command)
-        return True
 
-    def _lose_front_end(self, source: str, reason: str) -> None:
+    def _forget_front_end(self, source: str) -> None:
         self._scheduler.abort_source(source)
         del self._front_ends[source], self._deltas[source]
-        carrier = self._carriers.pop(source)
+
+    def _lose_front_end(self, source: str, reason: str) -> None:
+        if source not in self._front_ends:
+            return  # it said Shutdown before
         log.warning("front end %s is gone (%s); its requests are aborted", source, reason)
+        self._forget_front_end(source)
         if not self._front_ends:
+            carrier = self._carriers[source]
             self._watch.fail(
                 f"{carrier}: {reason}, and it carried the last front end", carrier.rank
             )
