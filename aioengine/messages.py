@@ -57,7 +57,15 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Orderly end: front end to leader, leader to peers. The receiver ends with status 0."""
 
 
-FrontEndCommand = AddRequest | Abort | Shutdown
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """`last_seq` is the last completed job, `doing` what the device thread is in (front ends: 0
+    and nothing)."""
+
+    last_seq: int = 0
+    doing: str = ""
+
+
+FrontEndCommand = AddRequest | Abort | Heartbeat | Shutdown
 
 
 # --- leader -> front end ---------------------------------------------------------------------
@@ -138,7 +146,7 @@ class DrainRequested(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
     rank: int
 
 
-LeaderEvent = StepReport | ReplicaReady | ReplicaFailed | DrainRequested
+LeaderEvent = StepReport | ReplicaReady | ReplicaFailed | DrainRequested | Heartbeat
 
 
 # --- leader -> peers: one sequence of plans and device calls ----------------------------------
@@ -210,13 +218,6 @@ class Ordered(msgspec.Struct, frozen=True, array_like=True, tag="ordered"):
 
     seq: int
     job: Job
-
-
-class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
-    """`last_seq` is the last completed job, `doing` what the device thread is in."""
-
-    last_seq: int
-    doing: str
 
 
 PeerCommand = Ordered | Heartbeat | ReplicaFailed | Shutdown

@@ -46,7 +46,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
         body,
         prompts,
         prompt_field="prompt",
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=body.max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
     )
     answer = _Answer(api, model, body)

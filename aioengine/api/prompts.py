@@ -31,6 +31,8 @@ def log_unknown_fields(api: Api, names: list[str]) -> None:
 
 
 async def encode_text(api: Api, model: ServedModel, text: str, add_special: bool) -> list[int]:
+    """Off the loop. Raises ApiError 400 for a text that no context could hold."""
+    _check_text(api, model, text, "prompt")
     return await api.text.run(model.tokenizer.encode, text, add_special_tokens=add_special)
 
 
@@ -49,12 +51,26 @@ async def encode_chat(
             eos_token=model.tokenizer.eos_token,
             extra=body.chat_template_kwargs,
         )
+        _check_text(api, model, text, "messages")
         return model.tokenizer.encode(text, add_special_tokens=False)
 
     try:
         return await api.text.run(render)
     except ValueError as error:
         raise invalid(f"chat template: {error}", "messages") from None
+
+
+def _check_text(api: Api, model: ServedModel, text: str, field: str) -> None:
+    """Tokenizing takes time: a text that is too long at the most bytes a token has is refused."""
+    max_model_len = api.front_end.max_model_len
+    assert max_model_len is not None
+    max_bytes = max_model_len * model.tokenizer.max_token_bytes
+    if len(text) > max_bytes:
+        raise invalid(
+            f"{field} has {len(text)} characters, the context is {max_model_len} tokens",
+            field,
+            "context_length_exceeded",
+        )
 
 
 def choice_specs(
@@ -65,12 +81,19 @@ def choice_specs(
     *,
     prompt_field: str,
     max_tokens: int | None,
+    default_max_tokens: int | None = None,
     logprobs: int | None,
 ) -> list[ChoiceSpec]:
-    """n choices per prompt, prompt by prompt. `max_tokens` None: as long as the context lasts."""
+    """n choices per prompt, prompt by prompt.
+
+    `max_tokens` is what the client asked for; else `default_max_tokens`, as far as the context
+    lasts (None: all of it).
+    """
     n = body.n or 1
-    if n * len(prompts) > limits.MAX_CHOICES:
-        raise invalid(f"n × prompts is {n * len(prompts)}, the limit is {limits.MAX_CHOICES}", "n")
+    if n * len(prompts) > limits.MAX_CHOICES_PER_REQUEST:
+        raise invalid(
+            f"n × prompts is {n * len(prompts)}, the limit is {limits.MAX_CHOICES_PER_REQUEST}", "n"
+        )
     stop = body.stop_strings()
     seed = api.seeds.getrandbits(63) if body.seed is None else body.seed & limits.MAX_SEED
     specs = []
@@ -83,13 +106,14 @@ def choice_specs(
                 "max_tokens",
                 "context_length_exceeded",
             )
+        num_tokens = max_tokens or min(room, default_max_tokens or room)
         for choice_index in range(n):
-            params = _sampling_params(model, body, seed, choice_index, max_tokens or room, logprobs)
+            params = _sampling_params(model, body, seed, choice_index, num_tokens, logprobs)
             detokenizer = IncrementalDetokenizer(
                 model.tokenizer,
                 stop=stop,
-                include_stop=body.include_stop_str_in_output,
-                skip_special_tokens=body.skip_special_tokens,
+                include_stop=bool(body.include_stop_str_in_output),
+                skip_special_tokens=body.skip_special_tokens is not False,
             )
             specs.append(
                 ChoiceSpec(
@@ -97,8 +121,8 @@ def choice_specs(
                     params=params,
                     detokenizer=detokenizer,
                     eos_token_ids=() if body.ignore_eos else model.eos_token_ids,
-                    include_stop=body.include_stop_str_in_output,
-                    priority=body.priority,
+                    include_stop=bool(body.include_stop_str_in_output),
+                    priority=body.priority or 0,
                     cache_salt=body.cache_salt or "",
                 )
             )

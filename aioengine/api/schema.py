@@ -64,11 +64,11 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=limits.MAX_SEED)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
 
@@ -193,7 +193,10 @@ def decode_sampling_body(data: bytes, kind: type[Body]) -> tuple[Body, list[str]
     Raises ApiError 400, also for what is known but not supported.
     """
     body = decode_body(data, kind)
-    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])  # unknown values may be odd
+    try:
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])  # unknown values may be odd
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not valid JSON: {error}") from None
     unknown = []
     for name, value in fields.items():
         if name in kind.__struct_fields__:

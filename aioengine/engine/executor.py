@@ -48,6 +48,7 @@ class StepFailed:
 
 @dataclass(slots=True)
 class _PendingCall:
+    method: str
     future: "asyncio.Future[list[Any]]"
     replies: dict[int, Any]
 
@@ -109,17 +110,27 @@ class Executor:
         Raises ReplicaFailedError with the first cause when a rank raises or is lost.
         """
         seq = self._send(DeviceCall(method, kwargs))
-        pending = _PendingCall(asyncio.get_running_loop().create_future(), {})
+        pending = _PendingCall(method, asyncio.get_running_loop().create_future(), {})
         self._calls[seq] = pending
         self._device.submit(
             lambda: self._worker.call(method, kwargs), partial(self._on_own_call, seq)
         )
         return await pending.future
 
-    def send_heartbeat(self) -> None:
-        beat = Heartbeat(self.last_seq, self._worker.doing)
+    def beat(self) -> Heartbeat:
+        return Heartbeat(self.last_seq, self._worker.doing)
+
+    def send_heartbeats(self) -> None:
+        beat = self.beat()
         for link in self._peers.values():
             link.send(beat)
+
+    def unanswered(self) -> tuple[str, list[int]]:
+        """The oldest call that is not done, and the ranks that have not answered it."""
+        if not self._calls:
+            return "", []
+        pending = next(iter(self._calls.values()))
+        return pending.method, sorted({self._rank, *self._peers} - pending.replies.keys())
 
     async def shut_down(self, timeout_s: float) -> None:
         """Ask the peers to end and wait for their goodbyes."""

@@ -129,9 +129,9 @@ class Generation:
     Raises RequestFailedError from iteration when a choice failed.
     """
 
-    def __init__(self, choices: list[Choice], abort: Callable[[Choice], None]) -> None:
+    def __init__(self, choices: list[Choice], on_close: Callable[["Generation"], None]) -> None:
         self.choices = choices
-        self._abort = abort
+        self._on_close = on_close
         self._news = asyncio.Event()
 
     async def __aenter__(self) -> "Generation":
@@ -143,8 +143,7 @@ class Generation:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for choice in self.choices:
-            self._abort(choice)
+        self._on_close(self)
 
     def __aiter__(self) -> "Generation":
         return self
