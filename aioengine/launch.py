@@ -130,7 +130,9 @@ def prepare(config: EngineConfig) -> Setup:
         pp_size=config.pipeline_parallel_size,
         dp_size=config.data_parallel_size,
     )
-    source = resolve_model(config.model)
+    source = resolve_model(config.model, config.startup_timeout_seconds)
+    if source.hub_id is not None:  # with its commit, so that ranks of different ones are refused
+        config = msgspec.structs.replace(config, model=str(source.hub_id))
     model = read_model_config(source)
     check_fits_model(config, model)
     setup = Setup(config, env, layout, source, model, own_address(env, config.host_ip))
@@ -395,7 +397,12 @@ class Rank:
             ) from None
         log.info("HTTP at %s (answers 503 until ready)", url)
         try:
-            tokenizer = resolve_tokenizer(setup.config.tokenizer, setup.source)
+            tokenizer = await text.run(
+                resolve_tokenizer,
+                setup.config.tokenizer,
+                setup.source,
+                setup.config.startup_timeout_seconds,
+            )
             api.model = await text.run(
                 load_served_model,
                 setup.model,

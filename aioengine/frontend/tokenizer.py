@@ -9,7 +9,8 @@ from typing import Any, Final
 import tokenizers
 
 from aioengine.checkpoint.gguf_file import GGUFFile
-from aioengine.checkpoint.source import ModelSource, read_json_object
+from aioengine.checkpoint.json_object import read_json_object
+from aioengine.checkpoint.source import ModelSource
 from aioengine.frontend.gguf_tokenizer import bos_processor, special_token, tokenizer_from_gguf
 
 BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")

@@ -1,6 +1,7 @@
 """Fills a stage's parameters from a checkpoint, each with this rank's part only."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Container, Mapping
 from typing import Final
 
 import torch
@@ -12,6 +13,7 @@ from aioengine.weights.index import WeightIndex
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 OUTPUT_HEAD: Final = "lm_head.weight"
+ROTARY_TABLE: Final = re.compile(r"rotary_emb\.|rope_freqs|attn_rot_embd")
 
 
 def load_weights(
@@ -25,14 +27,15 @@ def load_weights(
     """Fill every parameter of `stage`; its parameters carry the published names.
 
     A parameter without a shard is the whole tensor. Values are converted to the parameter's dtype.
-    Tensors that no parameter asks for are left alone. `progress` gets bytes of parameters filled so
-    far and in all, after each one. Raises StartupError that names tensor and file for a tensor that
-    is missing, unreadable or of another shape.
+    Tensors that no parameter asks for are left alone; a tied head always reads the embedding.
+    `progress` gets bytes of parameters filled so far and in all, after each one. Raises
+    StartupError that names tensor and file for a tensor that is missing, unreadable or of another
+    shape.
     """
     order = {name: place for place, name in enumerate(index.names())}
     wanted: list[tuple[str, str, Tensor]] = []
     for name, parameter in stage.named_parameters():
-        tied = name == OUTPUT_HEAD and tie_word_embeddings and name not in order
+        tied = name == OUTPUT_HEAD and tie_word_embeddings
         published = EMBEDDING if tied else name
         _check_shape(index, published, parameter, shards.get(name))
         wanted.append((published, name, parameter))
@@ -46,23 +49,28 @@ def load_weights(
             progress(done, total)
 
 
+def unread_weights(index: WeightIndex, parameters: Container[str]) -> list[str]:
+    """What the checkpoint holds and a model with these parameters does not use.
+
+    Tables of the rotary embedding, which follow from the configuration, and a head beside tied
+    embeddings do not count.
+    """
+    return [
+        name
+        for name in index.names()
+        if name not in parameters and name != OUTPUT_HEAD and not ROTARY_TABLE.search(name)
+    ]
+
+
 def _check_shape(index: WeightIndex, name: str, parameter: Tensor, shard: Shard | None) -> None:
     expected = list(parameter.shape)
-    cut_dim = None
     if shard is not None:
         assert expected[shard.dim] == shard.local_size >= shard.stop - shard.start >= 0
-        expected[shard.dim] = shard.stop
-        cut_dim = shard.dim
-    found = index.shape(name)
-    fits = len(found) == len(expected) and all(
-        size >= want if dim == cut_dim else size == want
-        for dim, (size, want) in enumerate(zip(found, expected, strict=True))
-    )
-    if not fits:
-        shown = [f"{want}{' or more' * (dim == cut_dim)}" for dim, want in enumerate(expected)]
+        expected[shard.dim] = shard.full_size
+    found = list(index.shape(name))
+    if found != expected:
         raise StartupError(
-            f"{index.path(name)}: tensor {name}: expected shape [{', '.join(shown)}], "
-            f"found {list(found)}"
+            f"{index.path(name)}: tensor {name}: expected shape {expected}, found {found}"
         )
 
 

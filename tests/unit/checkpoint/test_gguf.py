@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from aioengine.checkpoint.gguf_file import GGUFFile
 from aioengine.checkpoint.gguf_metadata import model_config_from_gguf
+from aioengine.checkpoint.gguf_model import GGUFModel
 from aioengine.errors import StartupError
+from aioengine.model_config import ModelConfig
 
 Q8_0 = GGMLQuantizationType.Q8_0
 TINY: dict[str, Any] = {
@@ -53,6 +55,10 @@ def write(
     return GGUFFile(path)
 
 
+def config_of(file: GGUFFile) -> ModelConfig:
+    return model_config_from_gguf(GGUFModel(file.path))
+
+
 def test_values_of_every_kind(tmp_path: Path) -> None:
     path = tmp_path / "kinds.gguf"
     writer = gguf.GGUFWriter(path, "llama")
@@ -87,7 +93,7 @@ def test_model_config(tmp_path: Path) -> None:
         "output.weight": np.zeros((32, 64), np.float16),
         "rope_freqs.weight": np.arange(1, 13, dtype=np.float32),
     }
-    config = model_config_from_gguf(write(tmp_path / "tiny.gguf", settings, tensors=tensors))
+    config = config_of(write(tmp_path / "tiny.gguf", settings, tensors=tensors))
     assert (config.name, config.num_kv_heads, config.head_dim) == ("tiny", 2, 24)
     assert (config.vocab_size, config.dtype, config.eos_token_ids) == (32, "float16", (7, 9))
     assert not config.tie_word_embeddings
@@ -112,7 +118,7 @@ def test_tensors_lie_where_the_library_finds_them(tmp_path: Path) -> None:
 def test_quantised_becomes_bfloat16(tmp_path: Path) -> None:
     packed = gguf.quants.quantize(np.ones((32, 64), np.float32), Q8_0)
     file = write(tmp_path / "q.gguf", TINY, tensors={"token_embd.weight": packed})
-    config = model_config_from_gguf(file)
+    config = config_of(file)
     assert (config.dtype, config.head_dim, config.vocab_size) == ("bfloat16", 16, 32)
 
 
@@ -129,12 +135,12 @@ def test_quantised_becomes_bfloat16(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     file = write(tmp_path / "refused.gguf", TINY | changes)
     with pytest.raises(ValueError, match=rf"refused\.gguf: .*{message}"):
-        model_config_from_gguf(file)
+        config_of(file)
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'gemma3' is not supported"):
-        model_config_from_gguf(write(tmp_path / "other.gguf", TINY, arch="gemma3"))
+        config_of(write(tmp_path / "other.gguf", TINY, arch="gemma3"))
 
 
 def test_truncation_is_found_wherever_it_is(tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def index(tmp_path: Path, tensors: dict[str, Tensor]) -> WeightIndex:
 
 def test_shards_padding_and_dtype(index: WeightIndex, tensors: dict[str, Tensor]) -> None:
     shards = {
-        EMBED: Shard(0, 30, 40, 16),
-        DOWN: Shard(1, 128, 256, 128),
-        UP: Shard(0, 512, 512, 8),
+        EMBED: Shard(0, 30, 40, 16, 40),
+        DOWN: Shard(1, 128, 256, 128, 512),
+        UP: Shard(0, 512, 512, 8, 512),
     }
     shapes = {UP: (8, 256), DOWN: (256, 128), NORM: (256,), EMBED: (16, 256)}
     stage = stage_of(shapes, torch.bfloat16)
@@ -76,7 +76,7 @@ def test_shards_padding_and_dtype(index: WeightIndex, tensors: dict[str, Tensor]
 
 def test_tied_head_reads_the_embedding(index: WeightIndex, tensors: dict[str, Tensor]) -> None:
     stage = stage_of({HEAD: (20, 256)}, torch.float32)
-    shards = {HEAD: Shard(0, 20, 40, 20)}
+    shards = {HEAD: Shard(0, 20, 40, 20, 40)}
     load_weights(stage, index, shards, tie_word_embeddings=True)
     assert torch.equal(stage.get_parameter(HEAD), tensors[EMBED][20:])
     with pytest.raises(StartupError, match=r"tensor lm_head\.weight is missing"):
@@ -88,8 +88,9 @@ def test_tied_head_reads_the_embedding(index: WeightIndex, tensors: dict[str, Te
     [
         ((40, 255), None, r"expected shape \[40, 255\], found \[40, 256\]"),
         ((40,), None, r"expected shape \[40\], found \[40, 256\]"),
-        ((24, 256), Shard(0, 24, 48, 24), r"expected shape \[48 or more, 256\], found"),
-        ((24, 250), Shard(0, 0, 24, 24), r"expected shape \[24 or more, 250\], found"),
+        ((24, 256), Shard(0, 24, 48, 24, 48), r"expected shape \[48, 256\], found \[40, 256\]"),
+        ((20, 250), Shard(0, 0, 20, 20, 40), r"expected shape \[40, 250\], found \[40, 256\]"),
+        ((13, 256), Shard(0, 0, 13, 13, 39), r"expected shape \[39, 256\], found \[40, 256\]"),
     ],
 )
 def test_other_shapes_are_refused(
