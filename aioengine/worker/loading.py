@@ -1,0 +1,99 @@
+"""This rank's stage of the model: how large it is, and its weights from the checkpoint."""
+
+import logging
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from aioengine.checkpoint.source import ModelSource
+from aioengine.dist.groups import GroupCoordinator
+from aioengine.model_config import ModelConfig
+from aioengine.models.llama import LlamaStage
+from aioengine.models.registry import STAGES
+from aioengine.weights.index import WeightIndex, open_index
+from aioengine.weights.loader import load_weights, unread_weights
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What a stage is built from, apart from the device."""
+
+    cfg: ModelConfig
+    layers: range
+    is_first: bool
+    is_last: bool
+    tp: GroupCoordinator
+    dtype: torch.dtype
+
+    def build(self, device: torch.device) -> LlamaStage:
+        """With uninitialised parameters."""
+        return STAGES[self.cfg.family](
+            self.cfg,
+            self.layers,
+            is_first=self.is_first,
+            is_last=self.is_last,
+            tp=self.tp,
+            dtype=self.dtype,
+            device=device,
+        )
+
+    def outline(self) -> LlamaStage:
+        """Names and shapes of the parameters, without memory behind them."""
+        cfg = msgspec.structs.replace(self.cfg, max_position=1)
+        return replace(self, cfg=cfg).build(torch.device("meta"))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's parameters."""
+        return sum(parameter.nbytes for parameter in self.outline().parameters())
+
+    @property
+    def whole_model(self) -> "StagePlan":
+        """As if there were one stage."""
+        layers = range(self.cfg.num_layers)
+        return replace(self, layers=layers, is_first=True, is_last=True)
+
+
+def load_stage(
+    plan: StagePlan, source: ModelSource, device: torch.device, *, speaks: bool
+) -> LlamaStage:
+    """Build and fill a stage. One rank of a launch `speaks`: it shows progress and warns.
+
+    Raises StartupError that names file and tensor for what is missing, unreadable or of another
+    shape.
+    """
+    index = open_index(source)
+    if speaks:
+        _warn_of_unread(index, plan.whole_model)
+    stage = plan.build(device)
+    with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not speaks) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        load_weights(
+            stage,
+            index,
+            stage.shards(),
+            tie_word_embeddings=plan.cfg.tie_word_embeddings,
+            progress=show,
+        )
+    return stage
+
+
+def _warn_of_unread(index: WeightIndex, model: StagePlan) -> None:
+    unread = unread_weights(index, dict(model.outline().named_parameters()))
+    if unread:
+        logger.warning(
+            "%d tensors of the checkpoint are not part of the model and stay unread: %s%s",
+            len(unread),
+            ", ".join(unread[:MAX_NAMES_SHOWN]),
+            ", …" if len(unread) > MAX_NAMES_SHOWN else "",
+        )
