@@ -52,6 +52,7 @@ from aioengine.frontend.text import TextPool, load_served_model
 from aioengine.layout import ParallelLayout
 from aioengine.messages import DrainRequested, Endpoint, Member, RankInfo, Roster
 from aioengine.model_config import ModelConfig
+from aioengine.worker.loading import check_checkpoint
 from aioengine.worker.runner import Worker
 
 log = logging.getLogger("aioengine.launch")
@@ -135,6 +136,7 @@ def prepare(config: EngineConfig) -> Setup:
         config = msgspec.structs.replace(config, model=str(source.hub_id))
     model = read_model_config(source)
     check_fits_model(config, model)
+    check_checkpoint(source, model)
     setup = Setup(config, env, layout, source, model, own_address(env, config.host_ip))
     set_up_logging(setup)
     choose_interface(setup.address)

@@ -13,7 +13,7 @@ from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
 from aioengine.models.registry import STAGES
 from aioengine.weights.index import WeightIndex, open_index
-from aioengine.weights.loader import load_weights, unread_weights
+from aioengine.weights.loader import Wanted, load_weights, match_weights, unread_weights
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +78,25 @@ def load_stage(
             bar.total = total
             bar.update(done - bar.n)
 
-        load_weights(
-            stage,
-            index,
-            stage.shards(),
-            tie_word_embeddings=plan.cfg.tie_word_embeddings,
-            progress=show,
-        )
+        load_weights(_match(stage, index, plan), index, show)
     return stage
+
+
+def check_checkpoint(source: ModelSource, cfg: ModelConfig) -> None:
+    """StartupError, like `load_stage`, for what is wrong with any tensor's place or shape.
+
+    Every rank looks at the whole model, before it meets another: a launch with a broken checkpoint
+    ends on all ranks at once. Needs no group and no device, and reads no tensor.
+    """
+    alone = GroupCoordinator("outline", (0,), 0, device=torch.device("meta"))
+    plan = StagePlan(cfg, range(cfg.num_layers), True, True, tp=alone, dtype=torch.float32)
+    _match(plan.outline(), open_index(source), plan)
+
+
+def _match(stage: LlamaStage, index: WeightIndex, plan: StagePlan) -> list[Wanted]:
+    return match_weights(
+        stage, index, stage.shards(), tie_word_embeddings=plan.cfg.tie_word_embeddings
+    )
 
 
 def _warn_of_unread(index: WeightIndex, model: StagePlan) -> None:

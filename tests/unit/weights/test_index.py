@@ -118,5 +118,20 @@ def test_safetensors_that_cannot_be_used(tmp_path: Path) -> None:
         with pytest.raises(StartupError, match=r"model\.safetensors: not a readable"):
             open_index(source)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.bin"}}')
-    with pytest.raises(StartupError, match=r"gone\.bin"):
+    with pytest.raises(StartupError, match=r"index\.json: gone\.bin: no such file"):
         open_index(source)
+    for text in ("{", "[]", "{}", '{"weight_map": 3}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(StartupError, match=r"model\.safetensors\.index\.json: "):
+            open_index(source)
+
+
+def test_a_tensor_that_its_file_lacks(tmp_path: Path) -> None:
+    save_file({NORM: torch.ones(4)}, tmp_path / "a.safetensors")
+    places = {NORM: "a.safetensors", DOWN: "a.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    index = open_index(ModelSource(tmp_path, "hf"))
+    with pytest.raises(StartupError, match=rf"a\.safetensors: tensor {DOWN} is missing, though"):
+        index.shape(DOWN)
+    with pytest.raises(StartupError, match=rf"{tmp_path.name}: tensor {Q} is missing"):
+        index.shape(Q)

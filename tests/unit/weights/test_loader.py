@@ -12,7 +12,7 @@ from aioengine.checkpoint.source import DEFAULT_PACKAGE, ModelSource, resolve_mo
 from aioengine.errors import StartupError
 from aioengine.layers.partition import Shard
 from aioengine.weights.index import WeightIndex, open_index
-from aioengine.weights.loader import load_weights
+from aioengine.weights.loader import load_weights, match_weights, unread_weights
 from tests.unit.weights.tiny_llama import random_tensors, write_gguf
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -55,13 +55,8 @@ def test_shards_padding_and_dtype(index: WeightIndex, tensors: dict[str, Tensor]
     shapes = {UP: (8, 256), DOWN: (256, 128), NORM: (256,), EMBED: (16, 256)}
     stage = stage_of(shapes, torch.bfloat16)
     seen: list[tuple[int, int]] = []
-    load_weights(
-        stage,
-        index,
-        shards,
-        tie_word_embeddings=True,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    wanted = match_weights(stage, index, shards, tie_word_embeddings=True)
+    load_weights(wanted, index, lambda done, total: seen.append((done, total)))
     loaded = dict(stage.named_parameters())
     assert torch.equal(loaded[NORM], tensors[NORM].bfloat16())
     assert torch.equal(loaded[DOWN], tensors[DOWN][:, 128:256].bfloat16())
@@ -77,10 +72,45 @@ def test_shards_padding_and_dtype(index: WeightIndex, tensors: dict[str, Tensor]
 def test_tied_head_reads_the_embedding(index: WeightIndex, tensors: dict[str, Tensor]) -> None:
     stage = stage_of({HEAD: (20, 256)}, torch.float32)
     shards = {HEAD: Shard(0, 20, 40, 20, 40)}
-    load_weights(stage, index, shards, tie_word_embeddings=True)
+    load_weights(match_weights(stage, index, shards, tie_word_embeddings=True), index)
     assert torch.equal(stage.get_parameter(HEAD), tensors[EMBED][20:])
     with pytest.raises(StartupError, match=r"tensor lm_head\.weight is missing"):
-        load_weights(stage, index, shards, tie_word_embeddings=False)
+        match_weights(stage, index, shards, tie_word_embeddings=False)
+
+
+def test_a_tied_head_ignores_one_of_its_own(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors | {HEAD: torch.ones(40, 256)}, tmp_path / "model.safetensors")
+    index = open_index(ModelSource(tmp_path, "hf"))
+    stage = stage_of({HEAD: (40, 256)}, torch.float32)
+    for is_tied, expected in ((True, tensors[EMBED]), (False, torch.ones(40, 256))):
+        load_weights(match_weights(stage, index, {}, tie_word_embeddings=is_tied), index)
+        assert torch.equal(stage.get_parameter(HEAD), expected)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_every_stored_type_into_every_dtype(
+    tmp_path: Path, tensors: dict[str, Tensor], stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    save_file({DOWN: tensors[DOWN].to(stored)}, tmp_path / "model.safetensors")
+    index = open_index(ModelSource(tmp_path, "hf"))
+    stage = stage_of({DOWN: (256, 128)}, dtype)
+    shards = {DOWN: Shard(1, 128, 256, 128, 512)}
+    load_weights(match_weights(stage, index, shards, tie_word_embeddings=False), index)
+    expected = tensors[DOWN][:, 128:256].to(stored).to(dtype)
+    assert torch.equal(stage.get_parameter(DOWN), expected)
+
+
+def test_unread_weights_are_those_that_no_model_has(index: WeightIndex, tmp_path: Path) -> None:
+    published = set(index.names()) - {"rotary.inv_freq", UP}
+    assert unread_weights(index, published) == [UP, "rotary.inv_freq"]
+    tables = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+        HEAD: torch.ones(2),
+        "extra.bias": torch.ones(2),
+    }
+    save_file(tables, tmp_path / "model.safetensors")
+    assert unread_weights(open_index(ModelSource(tmp_path, "hf")), set()) == ["extra.bias"]
 
 
 @pytest.mark.parametrize(
@@ -99,14 +129,14 @@ def test_other_shapes_are_refused(
     stage = stage_of({EMBED: shape}, torch.float32)
     shards = {} if shard is None else {EMBED: shard}
     with pytest.raises(StartupError, match=rf"safetensors: tensor {EMBED}: {message}"):
-        load_weights(stage, index, shards, tie_word_embeddings=False)
+        match_weights(stage, index, shards, tie_word_embeddings=False)
 
 
 def test_gguf_whole(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     write_gguf(tmp_path / "tiny.gguf", tensors, GGMLQuantizationType.F32)
     index = open_index(ModelSource(tmp_path / "tiny.gguf", "gguf"))
     stage = stage_of({name: tuple(t.shape) for name, t in tensors.items()}, torch.float32)
-    load_weights(stage, index, {}, tie_word_embeddings=True)
+    load_weights(match_weights(stage, index, {}, tie_word_embeddings=True), index)
     for name, parameter in stage.named_parameters():
         assert torch.equal(parameter, tensors[name])
 
