@@ -1,5 +1,6 @@
 """ModelConfig: the facts about a model that layout, scheduler and layers need. Pure data."""
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +19,16 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     original_max_position: int = 8192
     freq_factors: tuple[float, ...] = ()
     """Of type freq_factors, GGUF's form of llama3: head_dim / 2 divisors, one per frequency."""
+
+
+class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model's author chose for requests that leave a field out. None: nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +56,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """torch's name of the type that `--dtype auto` stands for."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    default_sampling: DefaultSampling = DefaultSampling()
 
 
 def model_config_from_hf(
@@ -91,7 +103,33 @@ def model_config_from_hf(
         dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
         eos_token_ids=_token_ids(generation_config.get("eos_token_id", config.get("eos_token_id"))),
         bos_token_id=config.get("bos_token_id"),
+        default_sampling=_default_sampling(generation_config),
     )
+
+
+def _default_sampling(generation_config: dict[str, Any]) -> DefaultSampling:
+    """With an explicit `do_sample: false` what chooses among tokens does not count: the author
+    meant greedy decoding, and a temperature beside it is a leftover. Without the key it counts."""
+    fields = DefaultSampling.__struct_fields__
+    if generation_config.get("do_sample") is False:
+        fields = ("repetition_penalty",)
+    found = {name: generation_config[name] for name in fields if name in generation_config}
+    try:
+        sampling = msgspec.convert(found, DefaultSampling)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"generation_config.json: {error}") from None
+    bounds = {
+        "temperature": (0, math.inf),
+        "top_p": (math.ulp(0), 1),
+        "top_k": (-1, math.inf),
+        "min_p": (0, 1),
+        "repetition_penalty": (math.ulp(0), math.inf),
+    }
+    for name, (least, most) in bounds.items():
+        value = getattr(sampling, name)
+        if value is not None and not (least <= value <= most and value < math.inf):
+            raise ValueError(f"generation_config.json: {name} {value} is out of range")
+    return sampling
 
 
 def _rope_from_hf(config: dict[str, Any]) -> RopeConfig:

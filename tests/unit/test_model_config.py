@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from aioengine.model_config import RopeConfig, model_config_from_hf
+from aioengine.model_config import DefaultSampling, RopeConfig, model_config_from_hf
 
 MINIMAL = {
     "model_type": "llama",
@@ -72,6 +72,44 @@ def test_end_tokens_of_the_generation_config_win(
 ) -> None:
     config = model_config_from_hf(MINIMAL | {"eos_token_id": config_eos}, generation, "m")
     assert config.eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({}, DefaultSampling()),
+        (
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "max_new_tokens": 5},
+            DefaultSampling(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1),
+        ),
+        ({"do_sample": True, "temperature": 1}, DefaultSampling(temperature=1.0)),
+        (
+            {"do_sample": False, "temperature": 0.6, "top_k": 5, "repetition_penalty": 1.05},
+            DefaultSampling(repetition_penalty=1.05),
+        ),
+        ({"top_k": None, "do_sample": None}, DefaultSampling()),
+    ],
+)
+def test_default_sampling(generation: dict[str, Any], expected: DefaultSampling) -> None:
+    assert model_config_from_hf(MINIMAL, generation, "m").default_sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", -1.0),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", float("nan")),
+        ("top_k", 1.5),
+        ("min_p", 2.0),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_default_sampling_that_makes_no_sense(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"generation_config\.json: .*{key}"):
+        model_config_from_hf(MINIMAL, {key: value}, "m")
 
 
 def test_dtype_has_an_old_and_a_new_spelling() -> None:
