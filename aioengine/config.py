@@ -206,7 +206,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         | None
     ) = None
     api_ranks: Annotated[
-        Literal["rank0", "leaders"], _meta("api", "Which ranks serve HTTP. Only rank0 yet.")
+        Literal["rank0", "leaders"],
+        _meta(
+            "api",
+            "Which ranks serve HTTP: rank 0, or every leader, each at --port plus its DP rank.",
+        ),
     ] = "rank0"
     api_key: Annotated[str, _meta("api", "Clients must send it as Bearer token.")] | None = None
     admin_api_key: Annotated[str, _meta("api", "Key of the administrative routes.")] | None = None
@@ -286,7 +290,6 @@ def refuse_unsupported(config: EngineConfig) -> None:
         "--quantization": config.quantization is not None,
         "--distributed-executor-backend other than auto": config.distributed_executor_backend
         != "auto",
-        "--api-ranks leaders": config.api_ranks != "rank0",
     }
     for what, asked in refusals.items():
         if asked:

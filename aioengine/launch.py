@@ -61,7 +61,6 @@ EXIT_OK = 0
 EXIT_STARTUP = 1
 EXIT_OWN_FAILURE = 70
 EXIT_LOST_PEER = 71
-FRONT_END_RANK = 0
 BLAME_HOLD_S = 2.0
 """Survivors wait this long for the launcher's SIGTERM, so that it blames the rank that died."""
 
@@ -87,8 +86,12 @@ class Setup:
         return self.env.rank in self.layout.leaders
 
     @property
+    def front_end_ranks(self) -> tuple[int, ...]:
+        return tuple(self.layout.leaders) if self.config.api_ranks == "leaders" else (0,)
+
+    @property
     def has_front_end(self) -> bool:
-        return self.env.rank == FRONT_END_RANK
+        return self.env.rank in self.front_end_ranks
 
 
 @dataclass(slots=True)
@@ -203,6 +206,11 @@ def innermost(error: Exception) -> Exception:
     return error
 
 
+def front_end_name(rank: int) -> str:
+    """Unique in the launch: requests carry it in their ids."""
+    return f"rank{rank}"
+
+
 def report_to_launcher(env: LauncherEnv, message: str) -> None:
     """Leave the reason where torchelastic looks for it."""
     if env.error_file is not None:
@@ -223,7 +231,7 @@ class Rank:
         """SIGTERM: before ready the rank just ends, later the front ends drain the launch."""
         if self._engine is None or not self._engine.is_ready:
             life.cancel()
-        elif self._front_end is None:
+        else:
             self._engine.request_drain(DrainRequested(self._setup.env.rank))
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -251,7 +259,9 @@ class Rank:
         async with asyncio.TaskGroup() as tasks:
             if setup.has_front_end:
                 self._front_end = FrontEnd(
-                    f"rank{setup.env.rank}", links.replicas, setup.config.max_concurrent_requests
+                    front_end_name(setup.env.rank),
+                    links.replicas,
+                    setup.config.max_concurrent_requests,
                 )
                 tasks.create_task(self._serve(self._front_end), name="front end")
             running = tasks.create_task(self._run_engine(links, device, worker), name="engine")
@@ -260,7 +270,8 @@ class Rank:
             log.info("ended in order")
             return EXIT_OK
         if failure.rank == setup.env.rank:
-            return EXIT_OWN_FAILURE
+            assert self._engine is not None
+            return EXIT_OWN_FAILURE if self._engine.is_ready else EXIT_STARTUP
         await self._hold_for_blame()
         return EXIT_LOST_PEER
 
@@ -314,8 +325,12 @@ class Rank:
         setup = self._setup
         if not setup.is_leader:
             return []
-        seats: list[Seat] = [("peer", rank) for rank in self._peer_ranks()]
-        return seats if setup.has_front_end else [*seats, ("front_end", FRONT_END_RANK)]
+        peers: list[Seat] = [("peer", rank) for rank in self._peer_ranks()]
+        return [*peers, *(("front_end", rank) for rank in self._other_front_ends())]
+
+    def _other_front_ends(self) -> list[int]:
+        setup = self._setup
+        return [rank for rank in setup.front_end_ranks if rank != setup.env.rank]
 
     def _peer_ranks(self) -> range:
         return self._setup.layout.replica(self._setup.env.rank)[1:]
@@ -329,18 +344,19 @@ class Rank:
             leader = roster.members[setup.layout.leader_of(rank)]
             links.leader = await bootstrap.dial(leader, "peer")
             return links
-        carrier = roster.members[FRONT_END_RANK].info
         if setup.has_front_end:
-            own_end, far_end = MemoryLink.pair(asyncio.get_running_loop())
-            links.replicas.append(own_end)
-            links.front_ends[carrier.coords] = (far_end, carrier)
-            for leader_rank in setup.layout.leaders[1:]:
-                links.replicas.append(
-                    await bootstrap.dial(roster.members[leader_rank], "front_end")
-                )
-        else:
-            connection = await bootstrap.accept("front_end", FRONT_END_RANK)
-            links.front_ends[carrier.coords] = (connection, carrier)
+            for leader_rank in setup.layout.leaders:
+                if leader_rank == rank:
+                    own_end, far_end = MemoryLink.pair(asyncio.get_running_loop())
+                    links.replicas.append(own_end)
+                    links.front_ends[front_end_name(rank)] = (far_end, setup.info)
+                else:
+                    leader = roster.members[leader_rank]
+                    links.replicas.append(await bootstrap.dial(leader, "front_end"))
+        for carrier in self._other_front_ends():
+            connection = await bootstrap.accept("front_end", carrier)
+            info = roster.members[carrier].info
+            links.front_ends[front_end_name(carrier)] = (connection, info)
         for peer in self._peer_ranks():
             links.peers[peer] = await bootstrap.accept("peer", peer)
         return links
@@ -389,12 +405,12 @@ class Rank:
             started_at=int(time.time()),
             seeds=random.Random(setup.config.seed),
         )
-        server = HttpServer(api)
+        server = HttpServer(api, setup.layout.coords(setup.env.rank).dp)
         try:
             url = await server.open()
         except OSError as error:
             raise StartupError(
-                f"cannot serve HTTP on --host {setup.config.host} --port {setup.config.port}: "
+                f"cannot serve HTTP on --host {setup.config.host} --port {server.port}: "
                 f"{error.strerror or error}"
             ) from None
         log.info("HTTP at %s (answers 503 until ready)", url)

@@ -60,6 +60,8 @@ async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResp
         if isinstance(error, web.HTTPMethodNotAllowed):
             shaped.headers["Allow"] = error.headers["Allow"]
         return shaped
+    except web.RequestPayloadError:
+        return ApiError(400, "the body's encoding or framing is broken").response()
     except ConnectionError:
         raise  # the client has left; there is nobody to answer
     except Exception:
@@ -102,10 +104,18 @@ async def check_serving(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 class HttpServer:
-    """The listening server of one front end. Owns its socket and the endpoint file."""
+    """The listening server of one front end. Owns its socket and the endpoint file.
 
-    def __init__(self, api: Api) -> None:
+    With `--api-ranks leaders` front ends are told apart by their DP rank: it is added to the port
+    (0 stays any), and beyond DP rank 0 to the name of the endpoint file.
+    """
+
+    def __init__(self, api: Api, dp_rank: int = 0) -> None:
         self._api = api
+        self.port = api.config.port + dp_rank if api.config.port else 0
+        suffix = f".dp{dp_rank}" if dp_rank else ""
+        path = api.config.endpoint_file
+        self._endpoint_file = None if path is None else Path(path + suffix)
         self._runner = web.AppRunner(
             build_app(api),
             handler_cancellation=True,  # a client that leaves ends its handler, streaming or not
@@ -114,19 +124,17 @@ class HttpServer:
             max_line_size=limits.MAX_HEADER_BYTES,
             max_field_size=limits.MAX_HEADER_BYTES,
         )
-        self._endpoint_file: Path | None = None
 
     async def open(self) -> str:
         """Listen and return the URL. Raises OSError when the port is taken."""
         config = self._api.config
         await self._runner.setup()
-        site = web.TCPSite(self._runner, config.host, config.port, backlog=1024)
+        site = web.TCPSite(self._runner, config.host, self.port, backlog=1024)
         await site.start()
         port = self._runner.addresses[0][1]
         host = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{host}:{port}{config.root_path}"
-        if config.endpoint_file is not None:
-            self._endpoint_file = Path(config.endpoint_file)
+        if self._endpoint_file is not None:
             await asyncio.get_running_loop().run_in_executor(
                 None, _write_atomically, self._endpoint_file, url + "\n"
             )

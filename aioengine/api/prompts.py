@@ -99,6 +99,7 @@ def choice_specs(
                     prompt_ids=tuple(prompt_ids),
                     params=params,
                     detokenizer=detokenizer,
+                    eos_token_ids=() if body.ignore_eos else model.eos_token_ids,
                     include_stop=body.include_stop_str_in_output,
                     priority=body.priority,
                     cache_salt=body.cache_salt or "",
@@ -177,7 +178,7 @@ def _sampling_params(
 def start_generation(api: Api, request: web.Request, specs: list[ChoiceSpec]) -> Generation:
     """Hand the choices to replicas. Raises ApiError 503 when no new work is taken."""
     pin = request.headers.get("X-data-parallel-rank")
-    if pin is not None and not pin.isdecimal():
+    if pin is not None and not (pin.isdecimal() and len(pin) < 10):
         raise invalid(f"X-data-parallel-rank must be a number, got {pin[:32]!r}")
     try:
         return api.front_end.generate(specs, None if pin is None else int(pin))

@@ -193,16 +193,24 @@ def decode_sampling_body(data: bytes, kind: type[Body]) -> tuple[Body, list[str]
     Raises ApiError 400, also for what is known but not supported.
     """
     body = decode_body(data, kind)
-    fields = msgspec.json.decode(data)
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])  # unknown values may be odd
     unknown = []
     for name, value in fields.items():
         if name in kind.__struct_fields__:
             continue
         if name not in UNSUPPORTED:
             unknown.append(name)
-        elif not any(value == neutral for neutral in UNSUPPORTED[name]):
+        elif not _asks_for_nothing(name, value):
             raise unsupported(name)
     return body, unknown
+
+
+def _asks_for_nothing(name: str, value: msgspec.Raw) -> bool:
+    try:
+        decoded = msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return False
+    return any(decoded == neutral for neutral in UNSUPPORTED[name])
 
 
 def _invalid_field(error: msgspec.ValidationError) -> Exception:

@@ -21,7 +21,7 @@ from aioengine.config import EngineConfig, config_differences
 from aioengine.control.channel import Connection
 from aioengine.control.handshake import Listener, attempt_key, dial, receive_message
 from aioengine.errors import HandshakeError, StartupError, StartupTimeoutError
-from aioengine.limits import max_frame_bytes
+from aioengine.limits import HANDSHAKE_TIMEOUT_S, max_frame_bytes
 from aioengine.messages import Endpoint, Member, Refused, Role, Roster
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,10 @@ def find_rank0(
     if not answer.secret and env_secret is None:
         raise StartupError(
             f"rank {rank}: rank 0 was given AIOENGINE_JOB_SECRET and this rank was not"
+        )
+    if answer.secret and env_secret is not None:
+        raise StartupError(
+            f"rank {rank}: this rank was given AIOENGINE_JOB_SECRET and rank 0 was not"
         )
     return answer
 
@@ -256,7 +260,9 @@ class Bootstrap:
     def _describe_missing(self, members: list[Member]) -> str:
         assert self._listener is not None
         missing = ", ".join(map(str, self._listener.missing("member")))
-        hosts = ", ".join(sorted({member.info.host for member in members}))
+        unread = self._listener.accepted("member")[len(members) - 1 :]
+        addresses = {connection.peer.rpartition(":")[0] for connection in unread}
+        hosts = ", ".join(sorted(addresses | {member.info.host for member in members}))
         return (
             f"rank {missing} of {self._num_ranks} did not arrive within --startup-timeout-seconds "
             f"{self._timeout_s:g}; hosts seen so far: {hosts}. Look at the missing rank's own log, "
@@ -282,7 +288,14 @@ class Bootstrap:
         )
         connection.send(entry(endpoint))
         try:
-            roster = await receive_message(connection)
+            # Rank 0's own limit began earlier, so it reports first, unless it is frozen.
+            async with asyncio.timeout(self._timeout_s + HANDSHAKE_TIMEOUT_S):
+                roster = await receive_message(connection)
+        except TimeoutError:
+            raise StartupTimeoutError(
+                f"rank {self._rank}: rank 0 accepted this rank and then said nothing within "
+                f"--startup-timeout-seconds {self._timeout_s:g}"
+            ) from None
         except HandshakeError as error:
             raise StartupError(f"rank 0 left while ranks were gathering: {error}") from None
         finally:

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 HEADER_BYTES: Final = 4
 MAX_UNREAD_BYTES: Final = 256 * 2**20
+MAX_EARLY_FRAMES: Final = 64
+"""Before `start`: a handshake's messages and the first few of the role."""
 encode = msgspec.msgpack.Encoder().encode
 
 OnMessage = Callable[[Any], None]
@@ -84,6 +86,8 @@ class Connection(asyncio.Protocol):
             self._on_open(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._closed_reason is not None:
+            return
         buffer = self._buffer
         buffer += data
         start = 0
@@ -96,6 +100,8 @@ class Connection(asyncio.Protocol):
             if len(buffer) < end:
                 break
             self._take(bytes(buffer[start + HEADER_BYTES : end]))
+            if self._closed_reason is not None:
+                return  # nothing follows the end
             start = end
         del buffer[:start]
 
@@ -128,16 +134,17 @@ class Connection(asyncio.Protocol):
         def deliver(body: bytes) -> None:
             try:
                 message = decode(body)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self._fail(f"undecodable frame ({error})")
             else:
                 on_message(message)
 
+        ended_before = self._closed_reason
         self._deliver, self._on_closed = deliver, on_closed
         while self._frames:
             deliver(self._frames.popleft())
-        if self._closed_reason is not None:
-            on_closed(self._closed_reason)
+        if ended_before is not None and self._on_closed is not None:
+            on_closed(ended_before)
 
     def send(self, message: msgspec.Struct) -> None:
         self.send_frame(frame(message), message)
@@ -154,8 +161,10 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         self._on_closed = None
+        self._frames.clear()
         if self._closed_reason is None:
             self._closed_reason = "closed by this side"
+        self._arrived.set()
         if self._transport is not None:
             self._transport.close()
 
@@ -168,12 +177,15 @@ class Connection(asyncio.Protocol):
     def _take(self, body: bytes) -> None:
         if self._deliver is not None:
             self._deliver(body)
+        elif len(self._frames) == MAX_EARLY_FRAMES:
+            self._fail(f"more than {MAX_EARLY_FRAMES} frames that nobody asked for")
         else:
             self._frames.append(body)
             self._arrived.set()
 
     def _fail(self, reason: str) -> None:
         log.warning("control connection with %s dropped: %s", self.peer, reason)
+        self._frames.clear()
         self._finish(reason)
         if self._transport is not None:
             self._transport.abort()
@@ -228,6 +240,8 @@ class MemoryLink:
             self._loop.call_soon(self._other._end)
 
     def _receive(self, message: msgspec.Struct) -> None:
+        if self._is_closed:
+            return
         if self._on_message is not None:
             self._on_message(message)
         else:

@@ -63,31 +63,39 @@ async def dial(
     """Connect as `rank` in `role`. Raises HandshakeError that names the endpoint."""
     where = f"{endpoint.host}:{endpoint.port}"
     loop = asyncio.get_running_loop()
+    hello = Hello(rank=rank, role=role, nonce=secrets.token_bytes(NONCE_BYTES))
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             _, connection = await loop.create_connection(
                 lambda: Connection(MAX_HANDSHAKE_FRAME_BYTES), endpoint.host, endpoint.port
             )
-            hello = Hello(rank=rank, role=role, nonce=secrets.token_bytes(NONCE_BYTES))
-            connection.send(hello)
-            answer = await receive_message(connection)
-            if isinstance(answer, Refused):
-                raise HandshakeError(f"{where} refused rank {rank} as {role}: {answer.reason}")
-            if not isinstance(answer, Challenge) or not hmac.compare_digest(
-                answer.proof, _mac(key, "accept", hello, answer.nonce)
-            ):
-                raise HandshakeError(f"{where} does not belong to this attempt of the launch")
-            connection.send(Proof(_mac(key, "dial", hello, answer.nonce)))
-            answer = await receive_message(connection)
+            try:
+                await _prove(connection, where, hello, key)
+            except BaseException:
+                connection.close()
+                raise
     except TimeoutError:
         raise HandshakeError(f"{where} did not answer in {HANDSHAKE_TIMEOUT_S:g} s") from None
     except OSError as error:
         raise HandshakeError(f"cannot connect to {where}: {error}") from None
-    if not isinstance(answer, Welcome):
-        reason = answer.reason if isinstance(answer, Refused) else f"unexpected {answer!r}"
-        raise HandshakeError(f"{where} refused rank {rank} as {role}: {reason}")
     connection.max_frame_bytes = max_frame_bytes
     return connection
+
+
+async def _prove(connection: Connection, where: str, hello: Hello, key: bytes) -> None:
+    """The dialling side of the handshake."""
+    connection.send(hello)
+    answer = await receive_message(connection)
+    if isinstance(answer, Challenge):
+        if not hmac.compare_digest(answer.proof, _mac(key, "accept", hello, answer.nonce)):
+            raise HandshakeError(f"{where} does not belong to this attempt of the launch")
+        connection.send(Proof(_mac(key, "dial", hello, answer.nonce)))
+        answer = await receive_message(connection)
+        if isinstance(answer, Welcome):
+            return
+    if isinstance(answer, Refused):
+        raise HandshakeError(f"{where} refused rank {hello.rank} as {hello.role}: {answer.reason}")
+    raise HandshakeError(f"{where} does not belong to this attempt of the launch")
 
 
 class Listener:

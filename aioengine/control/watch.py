@@ -58,13 +58,13 @@ class Watch:
         if rank not in self._departed:
             self.fail(f"{self.others[rank]}: {reason} (killed, crashed or unreachable)", rank)
 
-    def job_failed(self, rank: int, failed: JobFailed) -> None:
-        """A job raised on `rank` (this rank or another)."""
+    def job_failed(self, rank: int, failed: JobFailed, patience: float = 1.0) -> None:
+        """A job raised on `rank` (this rank or another). Blamed after `patience` graces."""
         info = self.me if rank == self.me.rank else self.others[rank]
         log.error("%s: job %d raised\n%s", info, failed.seq, failed.traceback)
         if self._blame_timer is None:
             cause = f"{info}: job {failed.seq}: {failed.type_name}: {failed.message}"
-            delay = BLAME_GRACE_S if self.others else 0.0
+            delay = patience * BLAME_GRACE_S if self.others else 0.0
             loop = asyncio.get_running_loop()
             self._blame_timer = loop.call_later(delay, self.fail, cause, rank)
 
@@ -104,5 +104,5 @@ class Watch:
         seen = f"; it was last in {beat.doing}, job {beat.last_seq} done" if beat else ""
         self.fail(f"{info}: silent for more than --heartbeat-seconds {limit_s:g}{seen}", rank)
         if kill and info.host == self.me.host:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.kill(info.pid, signal.SIGKILL)

@@ -136,7 +136,11 @@ class DeviceThread:
                 on_done, value, error = self._outcomes.get_nowait()
             except Empty:
                 return
-            on_done(value, error)
+            try:
+                on_done(value, error)
+            except BaseException:
+                os.eventfd_write(self._wake_fd, 1)  # the outcomes behind this one come, too
+                raise
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, JobError | None]:

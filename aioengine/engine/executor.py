@@ -125,13 +125,23 @@ class Executor:
         """Ask the peers to end and wait for their goodbyes."""
         for link in self._peers.values():
             link.send(Shutdown())
-        if self._waiting_for:
-            await asyncio.wait_for(self._all_departed.wait(), timeout_s)
+        if not self._waiting_for:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_departed.wait()
+        except TimeoutError:
+            late = sorted(self._waiting_for)
+            names = ", ".join(str(self._watch.others[rank]) for rank in late)
+            cause = f"{names}: did not end within {timeout_s:g} s of Shutdown"
+            self._watch.fail(cause, late[0])
+            raise ReplicaFailedError(cause) from None
 
     async def announce_failure(self, cause: str) -> None:
         """Tell the peers that are left why the replica ends."""
         for link in self._peers.values():
             link.send(ReplicaFailed(cause))
+        for link in self._peers.values():
             await link.flush()
 
     def _send(self, job: Job) -> int:
@@ -195,11 +205,13 @@ class Executor:
         if len(pending.replies) == len(self._peers) + 1:
             del self._calls[reply.seq]
             self.last_seq = reply.seq
-            pending.future.set_result([value for _, value in sorted(pending.replies.items())])
+            if not pending.future.done():  # else the caller has given up
+                pending.future.set_result([value for _, value in sorted(pending.replies.items())])
 
     def _fail_calls(self, failed: "asyncio.Future[Failure]") -> None:
         for pending in self._calls.values():
-            pending.future.set_exception(ReplicaFailedError(failed.result().cause))
+            if not pending.future.done():  # else the caller has given up
+                pending.future.set_exception(ReplicaFailedError(failed.result().cause))
         self._calls.clear()
 
     def _on_failed(self, rank: int, failed: JobFailed) -> None:

@@ -1,6 +1,7 @@
 """The leader of a replica: the step loop, the scheduler's only caller."""
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker
 from aioengine.engine.executor import Executor, StepDone, StepFailed
 from aioengine.engine.replica import open_replica
-from aioengine.errors import EngineError, ReplicaFailedError, StartupTimeoutError
+from aioengine.errors import EngineError, ReplicaFailedError, StartupTimeoutError, StepTimeoutError
 from aioengine.messages import (
     Abort,
     AddRequest,
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 PEERS_END_S = 5.0
 """How long peers may take to end after Shutdown."""
+FAREWELL_S = 2.0
+"""For the last messages of a failed replica; a receiver may be frozen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,14 @@ class Leader:
         await self._step_loop()
         beats.cancel()
         await self._executor.shut_down(PEERS_END_S)
-        await self._device.run(self._worker.call, "close", {})
+        limit_s = self._config.step_timeout_seconds
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._device.run(self._worker.call, "close", {})
+        except TimeoutError:
+            raise StepTimeoutError(
+                f"the last step did not end within --step-timeout-seconds {limit_s:g}"
+            ) from None
 
     async def _raise_failure(self) -> None:
         # Shielded: ending this task must not cancel the watch's own future.
@@ -151,15 +161,20 @@ class Leader:
 
     async def _end_failed(self, error: Exception) -> Failure:
         """Outputs are closed with errors first; the process ends after that."""
+        text = str(error)
         if not isinstance(error, EngineError):
             log.error("the step loop raised", exc_info=error)
+            text = f"{type(error).__name__}: {error}"
         if not self._watch.failed.done():
-            self._watch.fail(f"{self._watch.me}: {error}", self._watch.me.rank)
+            self._watch.fail(f"{self._watch.me}: {text}", self._watch.me.rank)
         failure = self._watch.failed.result()
-        for link in self._front_ends.values():
-            link.send(ReplicaFailed(failure.cause))
-            await link.flush()
-        await self._executor.announce_failure(failure.cause)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                for link in self._front_ends.values():
+                    link.send(ReplicaFailed(failure.cause))
+                await self._executor.announce_failure(failure.cause)
+                for link in self._front_ends.values():
+                    await link.flush()
         return failure
 
     def _beat(self) -> None:
@@ -168,7 +183,8 @@ class Leader:
         if self._executor.oldest_step_age_s() > limit_s:
             self._watch.fail(
                 f"step {self._executor.last_seq + 1} of the replica led by {self._watch.me} did "
-                f"not end within --step-timeout-seconds {limit_s:g}"
+                f"not end within --step-timeout-seconds {limit_s:g}",
+                None if self._watch.others else self._watch.me.rank,
             )
 
     # --- step loop
@@ -192,7 +208,7 @@ class Leader:
             self._executor.submit(plan)
 
     def _handle(self, event: Event) -> bool:
-        """False when the event ends the replica."""
+        """False when no front end is left: the replica ends."""
         match event:
             case StepDone(result=result):
                 self._collect(self._scheduler.apply(result))
@@ -202,31 +218,35 @@ class Leader:
                     self._scheduler.fail_plan(plan, f"{error.type_name}: {error.message}")
                 )
             case FromFrontEnd(source=source, command=command):
-                return self._obey(source, command)
+                self._obey(source, command)
             case FrontEndLost(source=source, reason=reason):
                 self._lose_front_end(source, reason)
             case _:
                 assert_never(event)
-        return True
+        return bool(self._front_ends)
 
-    def _obey(self, source: str, command: FrontEndCommand) -> bool:
+    def _obey(self, source: str, command: FrontEndCommand) -> None:
         match command:
             case AddRequest():
                 self._scheduler.add(command, source)
             case Abort(request_id=request_id):
                 self._scheduler.abort(source, request_id)
             case Shutdown():
-                return False
+                self._forget_front_end(source)
             case _:
                 assert_never(command)
-        return True
 
-    def _lose_front_end(self, source: str, reason: str) -> None:
+    def _forget_front_end(self, source: str) -> None:
         self._scheduler.abort_source(source)
         del self._front_ends[source], self._deltas[source]
-        carrier = self._carriers.pop(source)
+
+    def _lose_front_end(self, source: str, reason: str) -> None:
+        if source not in self._front_ends:
+            return  # it said Shutdown before
         log.warning("front end %s is gone (%s); its requests are aborted", source, reason)
+        self._forget_front_end(source)
         if not self._front_ends:
+            carrier = self._carriers[source]
             self._watch.fail(
                 f"{carrier}: {reason}, and it carried the last front end", carrier.rank
             )

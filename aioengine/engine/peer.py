@@ -9,6 +9,7 @@ from aioengine.config import EngineConfig
 from aioengine.control.channel import Link
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
+from aioengine.limits import HANDSHAKE_TIMEOUT_S
 from aioengine.messages import (
     CallReply,
     DeviceCall,
@@ -57,13 +58,23 @@ class Peer:
             beats = tasks.create_task(self._beat_when_armed(), name="heartbeats")
             await self._ended.wait()
             beats.cancel()
+        if not self._watch.failed.done():
+            await self._close_worker()
         if self._watch.failed.done():
             return self._watch.failed.result()
-        await self._device.run(self._worker.call, "close", {})
         self._watch.departed(self._leader_rank)
         self._link.send(Goodbye())
         await self._link.flush()
         return None
+
+    async def _close_worker(self) -> None:
+        """After the steps in flight; given up when the leader is lost meanwhile."""
+        async with asyncio.TaskGroup() as tasks:
+            closing = tasks.create_task(
+                self._device.run(self._worker.call, "close", {}), name="close"
+            )
+            await asyncio.wait([closing, self._watch.failed], return_when=asyncio.FIRST_COMPLETED)
+            closing.cancel()
 
     @property
     def is_ready(self) -> bool:
@@ -77,6 +88,8 @@ class Peer:
     # --- from the leader
 
     def _on_command(self, command: PeerCommand) -> None:
+        if self._watch.failed.done():
+            return  # nothing is begun after a failure
         self._watch.heard(self._leader_rank)
         match command:
             case Ordered(seq=seq, job=job):
@@ -133,13 +146,25 @@ class Peer:
         self._link.send(CallReply(seq, value))
 
     def _report_failed(self, seq: int, error: JobError) -> None:
-        """The leader decides who is to blame; this rank's own view counts if it stays silent."""
+        """The leader decides who is to blame; this rank's own view counts if it stays silent for
+        longer than the leader's grace."""
         message = error.as_message(seq)
         self._link.send(message)
-        self._watch.job_failed(self._watch.me.rank, message)
+        self._watch.job_failed(self._watch.me.rank, message, patience=2.0)
 
     async def _beat_when_armed(self) -> None:
-        await self._armed.wait()
+        # The leader's own limit began earlier, so it reports first, unless it is frozen.
+        limit_s = self._config.startup_timeout_seconds
+        try:
+            async with asyncio.timeout(limit_s + HANDSHAKE_TIMEOUT_S):
+                await self._armed.wait()
+        except TimeoutError:
+            leader = self._watch.others[self._leader_rank]
+            self._watch.fail(
+                f"{leader}: the replica was not ready within --startup-timeout-seconds {limit_s:g}",
+                self._leader_rank,
+            )
+            return
         await self._watch.run_heartbeats(
             self._config.heartbeat_seconds,
             self._config.kill_frozen,

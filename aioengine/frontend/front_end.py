@@ -1,6 +1,7 @@
 """The front end: every client's requests, a link to every leader, and the truth about health."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from aioengine.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+FAREWELL_S = 2.0
+"""For the last message to every leader; one may be frozen."""
 
 Health = Literal["starting", "ok", "degraded", "draining", "failed"]
 
@@ -184,8 +188,7 @@ class FrontEnd:
                 self._note_idle()
             case ReplicaReady():
                 replica.ready = event
-                if self.health in ("ok", "degraded"):
-                    self.started.set()
+                self._note_started()
             case ReplicaFailed(cause=cause):
                 self._on_failed(replica, cause)
             case DrainRequested():
@@ -203,6 +206,7 @@ class FrontEnd:
         log.error("replica dp%d failed: %s", replica.dp_rank, cause)
         self._fail_live(replica, cause)
         self.metrics.update(replica.dp_rank, _without_load(replica.stats))
+        self._note_started()
         if self.health == "failed":
             self.all_failed.set()
 
@@ -227,10 +231,19 @@ class FrontEnd:
             self._fail_live(replica, cause)
 
     async def shut_down(self) -> None:
-        """Tell every leader to end."""
+        """Tell every leader to end, and hang up: that they leave is no failure any more."""
         for replica in self.replicas:
             replica.link.send(Shutdown())
-            await replica.link.flush()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                for replica in self.replicas:
+                    await replica.link.flush()
+        for replica in self.replicas:
+            replica.link.close()
+
+    def _note_started(self) -> None:
+        if self.health in ("ok", "degraded"):
+            self.started.set()
 
     def _note_idle(self) -> None:
         if self.num_live == 0:

@@ -20,6 +20,8 @@ class ChoiceSpec:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     detokenizer: IncrementalDetokenizer
+    eos_token_ids: tuple[int, ...] = ()
+    """Stop tokens that are no `stop_reason`."""
     include_stop: bool = False
     priority: int = 0
     cache_salt: str = ""
@@ -77,7 +79,7 @@ class Choice:
         elif delta.finish_reason is not None:
             unread.text += detokenizer.finish()
             unread.finish_reason = delta.finish_reason
-            if delta.finish_reason == "stop":
+            if delta.finish_reason == "stop" and delta.token_ids[-1] not in self.spec.eos_token_ids:
                 unread.stop_reason = delta.token_ids[-1]
         unread.token_ids += delta.token_ids[:num_counted]
         unread.logprobs += delta.logprobs[:num_counted]

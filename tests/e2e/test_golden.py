@@ -1,16 +1,11 @@
 """Greedy decoding over HTTP equals the float32 references, on every layout."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import aiohttp
 import pytest
-from support.launching import SHARED, STORIES, Launch, golden, post
+from support.golden_rows import check_rows, complete, first_difference
+from support.launching import SHARED, STORIES, Launch, golden
 
 pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared reference values")
-
-TIE_GAP = 1e-3
-LOGPROB_TOLERANCE = 3e-4
 
 LAYOUTS = {
     "one": (1, ()),
@@ -48,34 +43,3 @@ async def test_smollm2_bfloat16(layout: str) -> None:
                 if at is not None:
                     top5 = [token_id for token_id, _ in row["top5"][at]]
                     assert choice["token_ids"][at] in top5
-
-
-async def check_rows(url: str, rows: list[dict[str, Any]]) -> None:
-    async with aiohttp.ClientSession(url) as session:
-        for row in rows:
-            choice = await complete(session, row)
-            at = first_difference(choice["token_ids"], row["token_ids"])
-            assert at is None or row["top2_gap"][at] < TIE_GAP, (row["prompt"], at)
-            logprobs = choice["logprobs"]["token_logprobs"][:at]
-            for got, wanted in zip(logprobs, row["logprobs"], strict=False):
-                assert got == pytest.approx(wanted, abs=LOGPROB_TOLERANCE)
-
-
-async def complete(session: aiohttp.ClientSession, row: dict[str, Any]) -> dict[str, Any]:
-    body = {
-        "prompt": row["prompt_ids"],
-        "max_tokens": len(row["token_ids"]),
-        "temperature": 0,
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
-    answer = await post(session, "/v1/completions", body)
-    choice: dict[str, Any] = answer["choices"][0]
-    return choice
-
-
-def first_difference(got: list[int], wanted: list[int]) -> int | None:
-    pairs: Iterator[tuple[int, int]] = zip(got, wanted, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    assert at is not None or len(got) == len(wanted)
-    return at

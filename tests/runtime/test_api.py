@@ -21,7 +21,7 @@ V1 = [
     ("POST", "/detokenize", {"tokens": [97]}),
 ]
 
-# --- states ------------------------------------------------------------------------------------------
+# --- states --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ async def test_too_many_requests_are_refused_for_now() -> None:
         assert answer.headers["Retry-After"]
 
 
-# --- routes ------------------------------------------------------------------------------------------
+# --- routes --------------------------------------------------------------------------------------
 
 
 async def test_models_and_version() -> None:
@@ -115,7 +115,11 @@ async def test_tokenize_and_detokenize() -> None:
         answer = (await server.post("/tokenize", body)).json
         assert answer["tokens"] == list(ids("hé"))
         assert (answer["count"], answer["max_model_len"]) == (3, 200)
-        assert answer["token_strs"] == ["h", "\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}"]
+        assert answer["token_strs"] == [
+            "h",
+            "\N{REPLACEMENT CHARACTER}",
+            "\N{REPLACEMENT CHARACTER}",
+        ]
         chat = (await server.post("/tokenize", MESSAGES)).json
         assert chat["tokens"] == list(ids("<user>hello\n<assistant>"))
         assert chat["token_strs"] is None
@@ -178,12 +182,22 @@ async def test_a_port_that_is_taken() -> None:
         await second.close()
 
 
-# --- keys --------------------------------------------------------------------------------------------
+# --- keys ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "header",
-    [None, "", "key", "Bearer", "Bearer ", "bearer key", "Bearer other", "Bearer key ", "Basic key"],
+    [
+        None,
+        "",
+        "key",
+        "Bearer",
+        "Bearer ",
+        "bearer key",
+        "Bearer other",
+        "Bearer key ",
+        "Basic key",
+    ],
 )
 async def test_without_the_key_only_open_routes_answer(header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header}
@@ -206,7 +220,7 @@ async def test_with_the_key_every_route_answers() -> None:
             assert (await server.get(path, headers=headers)).status == 200, path
 
 
-# --- errors of transport and of ours -----------------------------------------------------------------
+# --- errors of transport and of ours -------------------------------------------------------------
 
 
 async def test_a_body_over_the_limit() -> None:

@@ -185,7 +185,7 @@ async def test_a_stop_string(include: bool, text: str) -> None:
         await server.leader.aborted()
 
 
-# --- several choices ---------------------------------------------------------------------------------
+# --- several choices -----------------------------------------------------------------------------
 
 
 async def test_a_prompt_that_choices_share_counts_once() -> None:
@@ -227,7 +227,7 @@ async def test_as_many_choices_as_allowed() -> None:
         assert answer.json["usage"] == usage(64, 128)
 
 
-# --- token ids and log probabilities -----------------------------------------------------------------
+# --- token ids and log probabilities -------------------------------------------------------------
 
 
 async def test_token_ids_of_a_chat() -> None:
@@ -278,7 +278,7 @@ async def test_log_probabilities_end_where_a_stop_string_does() -> None:
         assert choice["logprobs"]["tokens"] == ["a", "!"]
 
 
-# --- failures ----------------------------------------------------------------------------------------
+# --- failures ------------------------------------------------------------------------------------
 
 
 async def test_a_failure_is_a_503_with_the_cause() -> None:

@@ -136,7 +136,7 @@ async def test_nothing_is_sent_while_there_is_no_text(path: str) -> None:
         assert len([text for text in texts if text]) <= 2
 
 
-# --- ends --------------------------------------------------------------------------------------------
+# --- ends ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -108,7 +108,7 @@ async def test_a_leader_names_the_peer_that_does_not_dial() -> None:
             await bootstrap.accept("peer", 1)
 
 
-# --- traces of an attempt that died ----------------------------------------------------------------
+# --- traces of an attempt that died --------------------------------------------------------------
 
 
 async def test_keys_of_an_earlier_attempt_do_no_harm() -> None:
@@ -146,8 +146,8 @@ async def test_a_member_of_another_attempt_is_not_let_in() -> None:
     """Not even with the job's secret: the attempt is part of the key."""
     store = DictStore()
     async with rank_0_that_answered(store, 2, SECRET) as (first, answer):
+        key = attempt_key(SECRET, "an earlier attempt")
         with pytest.raises(HandshakeError, match="does not belong to this attempt"):
-            key = attempt_key(SECRET, "an earlier attempt")
             await dial(answer.endpoint, 1, "member", key, MAX_FRAME_BYTES)
         second = await BootstrapRank(1, 2, store, secret=SECRET).outcome()
     check_rosters([first.result(), second], 2)
@@ -165,7 +165,7 @@ async def rank_0_that_answered(
         yield running, msgspec.json.decode(answer, type=Answer)
 
 
-# --- what goes wrong -------------------------------------------------------------------------------
+# --- what goes wrong -----------------------------------------------------------------------------
 
 
 async def test_every_rank_that_came_names_the_missing_ones() -> None:
@@ -241,16 +241,19 @@ async def test_a_rank_that_leaves_while_others_gather_ends_the_launch() -> None:
 
 async def test_strangers_at_rank_0_do_no_harm() -> None:
     store = DictStore()
-    async with rank_0_that_answered(store, 2) as (first, answer):
-        async with raw_dial(answer.endpoint) as silent, raw_dial(answer.endpoint) as rude:
-            rude.writer.write(b"GET / HTTP/1.1\r\n\r\n")
-            second = await BootstrapRank(1, 2, store).outcome()
-            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
-                await silent.receive()
+    async with (
+        rank_0_that_answered(store, 2) as (first, answer),
+        raw_dial(answer.endpoint) as silent,
+        raw_dial(answer.endpoint) as rude,
+    ):
+        rude.writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        second = await BootstrapRank(1, 2, store).outcome()
+        with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+            await silent.receive()
     check_rosters([first.result(), second], 2)
 
 
-# --- the thread that waits ---------------------------------------------------------------------------
+# --- the thread that waits -----------------------------------------------------------------------
 
 
 async def test_a_call_in_a_daemon_thread_returns_or_raises() -> None:

@@ -111,9 +111,7 @@ async def test_exceptions_come_as_text_and_later_tasks_run() -> None:
         assert outcomes.values == ["next"]
         assert (error.type_name, error.message) == ("ZeroDivisionError", "division by zero")
         assert "Traceback" in error.traceback
-        assert error.as_message(7) == JobFailed(
-            7, error.type_name, error.message, error.traceback
-        )
+        assert error.as_message(7) == JobFailed(7, error.type_name, error.message, error.traceback)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError, GeneratorExit])
@@ -147,7 +145,7 @@ async def test_run_raises_worker_errors() -> None:
         with pytest.raises(WorkerError, match="explode: KeyError: 'boom'") as caught:
             await device.run(explode, "boom")
         assert (caught.value.where, caught.value.type_name) == ("explode", "KeyError")
-        assert 'raise KeyError(text)' in caught.value.traceback
+        assert "raise KeyError(text)" in caught.value.traceback
 
 
 async def test_a_run_that_was_given_up_does_no_harm() -> None:

@@ -42,7 +42,7 @@ async def rest(generation: Generation) -> list[Update]:
     return [update async for updates in generation for update in updates]
 
 
-# --- health ----------------------------------------------------------------------------------------
+# --- health --------------------------------------------------------------------------------------
 
 S, R, F = "starting", "ready", "failed"
 
@@ -130,7 +130,7 @@ async def test_a_drain_request_of_any_rank_is_seen() -> None:
     await front_end.drain_requested.wait()
 
 
-# --- admission and routing -------------------------------------------------------------------------
+# --- admission and routing -----------------------------------------------------------------------
 
 
 async def test_admission_counts_choices() -> None:
@@ -184,7 +184,7 @@ async def test_a_failed_replica_is_avoided_and_pins_to_it_are_refused() -> None:
             front_end.generate([spec()], dp_rank=dp_rank)
 
 
-# --- records -----------------------------------------------------------------------------------------
+# --- records -------------------------------------------------------------------------------------
 
 
 async def test_a_request_reaches_the_leader_whole() -> None:
@@ -239,7 +239,10 @@ async def test_characters_split_over_steps_come_whole() -> None:
         for byte in ids("é日"):
             leader.answer(added, (byte,))
         leader.answer(added, ids("日")[:2], "length")
-        assert "".join(update.text for update in await rest(generation)) == "é日\N{REPLACEMENT CHARACTER}"
+        assert (
+            "".join(update.text for update in await rest(generation))
+            == "é日\N{REPLACEMENT CHARACTER}"
+        )
 
 
 async def test_a_stop_string_aborts_and_later_deltas_are_ignored() -> None:
@@ -285,7 +288,7 @@ async def test_a_stop_token_is_counted_and_not_shown() -> None:
         assert generation.choices[0].num_cached_tokens == 2
 
 
-# --- ends ----------------------------------------------------------------------------------------------
+# --- ends ----------------------------------------------------------------------------------------
 
 
 async def test_leaving_a_generation_aborts_what_is_unfinished() -> None:
@@ -364,12 +367,14 @@ async def test_shut_down_reaches_every_leader() -> None:
         await leader.next(Shutdown)
 
 
-# --- metrics -------------------------------------------------------------------------------------------
+# --- metrics -------------------------------------------------------------------------------------
 
 
 async def test_gauges_follow_the_reports_and_counters_grow() -> None:
     front_end, (leader, _) = await serving(2)
-    leader.report(num_running=3, num_waiting=2, num_blocks=64, num_free_blocks=48, num_preemptions=4)
+    leader.report(
+        num_running=3, num_waiting=2, num_blocks=64, num_free_blocks=48, num_preemptions=4
+    )
     leader.report(
         num_running=1,
         num_blocks=64,

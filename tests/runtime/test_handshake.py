@@ -85,7 +85,9 @@ async def test_seats_are_told_apart_by_rank_and_role() -> None:
         for seat in seats:
             accepted = await listener.wait_accepted(*seat)
             dialled[seat].send(Hello(rank=seat[1], role=seat[0], nonce=b""))
-            assert await accepted.receive() == frame(Hello(rank=seat[1], role=seat[0], nonce=b""))[4:]
+            assert (
+                await accepted.receive() == frame(Hello(rank=seat[1], role=seat[0], nonce=b""))[4:]
+            )
         for connection in dialled.values():
             connection.close()
 
@@ -247,7 +249,11 @@ async def test_a_seat_is_taken_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_of_two_at_the_same_time_one_gets_the_seat() -> None:
-    async with listening() as (listener, endpoint), raw_dial(endpoint) as a, raw_dial(endpoint) as b:
+    async with (
+        listening() as (listener, endpoint),
+        raw_dial(endpoint) as a,
+        raw_dial(endpoint) as b,
+    ):
         hello = Hello(rank=1, role="peer", nonce=NONCE)
         proofs = [proof(hello, await challenge_for(side, hello)) for side in (a, b)]
         for side, right in zip((a, b), proofs, strict=True):

@@ -1,7 +1,7 @@
 """The leader with its peers: tokens come out right, and every way to end is told to everyone."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 from support.fake_worker import LIMIT_S, expected_tokens
@@ -69,7 +69,9 @@ async def test_requests_finish_with_the_right_tokens(
     assert len({tuple(worker.seqs) for worker in replica.workers}) == 1
     for worker in replica.workers:
         started = ["open_device", "load_model", "num_kv_blocks", "allocate_kv", "warm_up", "close"]
-        assert [call for call in worker.calls if call not in ("open_store", "open_groups")] == started
+        assert [
+            call for call in worker.calls if call not in ("open_store", "open_groups")
+        ] == started
         assert ("open_groups" in worker.calls) == (num_peers > 0)
 
 
@@ -136,7 +138,7 @@ async def test_drain_requests_reach_every_front_end() -> None:
             await front_end.until(lambda box=front_end: len(box.of(DrainRequested)) == 2)
 
 
-# --- in order --------------------------------------------------------------------------------------
+# --- in order ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_peers", "output_rank"), SHAPES)
@@ -157,7 +159,6 @@ async def test_a_peer_that_closes_after_its_goodbye_is_not_lost() -> None:
     async with running_replica(2) as replica:
         (front_end,) = replica.front_ends
         await front_end.next(ReplicaReady)
-        replica.workers[0].on_call = lambda method: None
         front_end.send(Shutdown())
         for rank in (1, 2):
             assert await replica.outcomes[rank] is None
@@ -165,7 +166,7 @@ async def test_a_peer_that_closes_after_its_goodbye_is_not_lost() -> None:
         assert await replica.outcomes[0] is None
 
 
-# --- a peer is lost --------------------------------------------------------------------------------
+# --- a peer is lost ------------------------------------------------------------------------------
 
 
 async def in_a_step(replica: FakeReplica) -> None:
@@ -186,7 +187,7 @@ async def idle(replica: FakeReplica) -> None:
 @pytest.mark.parametrize("lost", [1, 2])
 @pytest.mark.parametrize("state", [idle, in_a_step])
 async def test_a_lost_peer_is_named_everywhere(
-    lost: int, state: Callable[[FakeReplica], asyncio.Future[None]]
+    lost: int, state: Callable[[FakeReplica], Awaitable[None]]
 ) -> None:
     async with running_replica(2, output_rank=2) as replica:
         (front_end,) = replica.front_ends
@@ -219,7 +220,7 @@ async def test_a_peer_lost_while_loading_is_named_everywhere() -> None:
         assert not replica.leader.is_ready
 
 
-# --- a step or call raises ---------------------------------------------------------------------------
+# --- a step or call raises -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
@@ -320,7 +321,7 @@ async def test_every_plan_of_a_rank_alone_may_raise() -> None:
         assert front_end.token_ids("after") == expected_tokens((1, 2, 3), 5)
 
 
-# --- silence and slowness ------------------------------------------------------------------------------
+# --- silence and slowness ------------------------------------------------------------------------
 
 
 async def test_a_silent_peer_is_declared_lost() -> None:
@@ -375,24 +376,9 @@ async def test_a_step_that_takes_too_long_fails_the_replica(num_peers: int) -> N
             assert (await replica.failure(rank)).cause == failed.cause
 
 
-async def test_loading_is_bounded() -> None:
-    def set_up(replica: FakeReplica) -> None:
-        replica.workers[0].on_call = lambda method: replica.workers[0].gate.wait()
-        replica.workers[0].gate.clear()
-
-    async with running_replica(set_up=set_up, startup_timeout_seconds=0.1) as replica:
+async def test_a_context_that_does_not_fit_is_refused() -> None:
+    async with running_replica(1, max_model_len=1024, block_size=8) as replica:
         failed = await replica.front_ends[0].next(ReplicaFailed)
-        assert "--startup-timeout-seconds 0.1" in failed.cause
-        assert (await replica.failure(0)).rank == 0
-
-
-@pytest.mark.parametrize(
-    ("max_model_len", "reason"),
-    [(2000, "1024 positions"), (1024, "64 blocks of 8 tokens hold 512")],
-)
-async def test_a_context_that_does_not_fit_is_refused(max_model_len: int, reason: str) -> None:
-    async with running_replica(1, max_model_len=max_model_len, block_size=8) as replica:
-        failed = await replica.front_ends[0].next(ReplicaFailed)
-        assert f"--max-model-len {max_model_len}" in failed.cause
-        assert reason in failed.cause
+        assert "--max-model-len 1024 does not fit" in failed.cause
+        assert "64 blocks of 8 tokens hold 512" in failed.cause
         assert (await replica.failure(1)).cause == failed.cause

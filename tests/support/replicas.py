@@ -88,7 +88,9 @@ class FrontEndBox(Mailbox):
 class FakeReplica:
     """`outcomes` holds the task of every rank's run()."""
 
-    def __init__(self, num_peers: int, output_rank: int, num_front_ends: int, config: EngineConfig):
+    def __init__(
+        self, num_peers: int, output_rank: int, num_front_ends: int, config: EngineConfig
+    ) -> None:
         loop = asyncio.get_running_loop()
         ranks = range(num_peers + 1)
         self.config = config

@@ -30,7 +30,7 @@ def ids(text: str) -> tuple[int, ...]:
 
 
 def tiny_tokenizer() -> Tokenizer:
-    vocab = {char: byte for char, byte in BYTE_LEVEL_ALPHABET.items()}
+    vocab = dict(BYTE_LEVEL_ALPHABET)
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -183,7 +183,6 @@ def test_there_are_worked_examples() -> None:
         ["--enable-expert-parallel"],
         ["--quantization", "fp8"],
         ["--distributed-executor-backend", "module:Class"],
-        ["--api-ranks", "leaders"],
     ],
     ids=" ".join,
 )
