@@ -1,10 +1,12 @@
 """ModelConfig: the facts about a model that layout, scheduler and layers need. Pure data."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
+Dtype = Literal["float32", "bfloat16", "float16"]
 RopeType = Literal["default", "linear", "llama3", "freq_factors"]
 
 
@@ -41,10 +43,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: Annotated[int, Meta(ge=1)]
+    head_dim: Annotated[int, Meta(ge=2, multiple_of=2)]
+    """Even: the rotary embedding turns pairs."""
     vocab_size: int
-    max_position: int
+    max_position: Annotated[int, Meta(ge=1)]
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
@@ -52,11 +55,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Biases on q, k, v (and on o, when `attention_out_bias`)."""
     attention_out_bias: bool = False
     mlp_bias: bool = False
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     """torch's name of the type that `--dtype auto` stands for."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_sampling: DefaultSampling = DefaultSampling()
+
+
+def checked(config: ModelConfig, file: str) -> ModelConfig:
+    """The same, with every value of its declared type and bounds; else ValueError naming `file`."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(config), ModelConfig)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def model_config_from_hf(
@@ -83,7 +94,7 @@ def model_config_from_hf(
 
     num_heads, hidden_size = need("num_attention_heads"), need("hidden_size")
     attention_bias = bool(config.get("attention_bias", False))
-    return ModelConfig(
+    read = ModelConfig(
         family=family,
         name=name,
         hidden_size=hidden_size,
@@ -105,6 +116,7 @@ def model_config_from_hf(
         bos_token_id=config.get("bos_token_id"),
         default_sampling=_default_sampling(generation_config),
     )
+    return checked(read, "config.json")
 
 
 def _default_sampling(generation_config: dict[str, Any]) -> DefaultSampling:

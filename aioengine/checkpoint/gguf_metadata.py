@@ -7,15 +7,15 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from aioengine.checkpoint.gguf_model import GGUFModel, model_name
-from aioengine.model_config import ModelConfig, RopeConfig
+from aioengine.model_config import Dtype, ModelConfig, RopeConfig, checked
 
 ARCHITECTURE: Final = "llama"
-PLAIN_DTYPES: Final = {
+PLAIN_DTYPES: Final[dict[GGMLQuantizationType, Dtype]] = {
     GGMLQuantizationType.F32: "float32",
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
 }
-QUANTISED_DTYPE: Final = "bfloat16"
+QUANTISED_DTYPE: Final[Dtype] = "bfloat16"
 END_TOKEN_KEYS: Final = (
     "tokenizer.ggml.eos_token_id",
     "tokenizer.ggml.eot_token_id",
@@ -36,7 +36,7 @@ def model_config_from_gguf(file: GGUFModel) -> ModelConfig:
     num_heads = _positive(file, "attention.head_count")
     hidden_size = _positive(file, "embedding_length")
     head_dim = _head_dim(file, hidden_size // num_heads)
-    return ModelConfig(
+    config = ModelConfig(
         family="llama",
         name=model_name(file.path),
         hidden_size=hidden_size,
@@ -59,6 +59,7 @@ def model_config_from_gguf(file: GGUFModel) -> ModelConfig:
         ),
         bos_token_id=file.fields.get("tokenizer.ggml.bos_token_id"),
     )
+    return checked(config, str(file.path))
 
 
 def _head_dim(file: GGUFModel, default: int) -> int:
@@ -102,7 +103,7 @@ def _freq_factors(file: GGUFModel, num_frequencies: int) -> list[float]:
     return factors
 
 
-def _dtype(file: GGUFModel) -> str:
+def _dtype(file: GGUFModel) -> Dtype:
     """Of the type that most elements of the matrices have (norms are always float32)."""
     num_elements: Counter[GGMLQuantizationType] = Counter()
     for tensor in file.tensors.values():

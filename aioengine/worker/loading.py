@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from aioengine.checkpoint.source import ModelSource
 from aioengine.dist.groups import GroupCoordinator
+from aioengine.errors import StartupError
 from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
 from aioengine.models.registry import STAGES
@@ -88,9 +89,14 @@ def check_checkpoint(source: ModelSource, cfg: ModelConfig) -> None:
     Every rank looks at the whole model, before it meets another: a launch with a broken checkpoint
     ends on all ranks at once. Needs no group and no device, and reads no tensor.
     """
+    index = open_index(source)
+    if cfg.num_layers > len(index.names()):
+        raise StartupError(
+            f"{source.path}: {cfg.num_layers} layers, but only {len(index.names())} tensors"
+        )
     alone = GroupCoordinator("outline", (0,), 0, device=torch.device("meta"))
     plan = StagePlan(cfg, range(cfg.num_layers), True, True, tp=alone, dtype=torch.float32)
-    _match(plan.outline(), open_index(source), plan)
+    _match(plan.outline(), index, plan)
 
 
 def _match(stage: LlamaStage, index: WeightIndex, plan: StagePlan) -> list[Wanted]:

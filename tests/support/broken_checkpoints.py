@@ -37,6 +37,12 @@ def more_rows(model: Path) -> str:
     return f"{path}: tensor {name}: expected shape [511, 64], found [512, 64]"
 
 
+def more_layers(model: Path) -> str:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    return f"{model}: 1000000000 layers, but only"
+
+
 def missing_tensor(model: Path) -> str:
     path = model / "model.safetensors"
     tensors = load_file(path)
@@ -61,6 +67,7 @@ DAMAGES: Final = (
     cut_data,
     other_shape,
     more_rows,
+    more_layers,
     missing_tensor,
     broken_index,
     missing_file,

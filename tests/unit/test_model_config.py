@@ -153,6 +153,12 @@ def test_rope_has_an_old_and_a_new_spelling(keys: dict[str, Any], expected: Rope
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs a factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype"),
+        ({"max_position_embeddings": 0}, "max_position"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"num_key_value_heads": [3]}, "num_kv_heads"),
+        ({"eos_token_id": "</s>"}, "eos_token_ids"),
     ],
 )
 def test_what_is_wrong_or_not_supported_is_named(keys: dict[str, Any], shown: str) -> None:
