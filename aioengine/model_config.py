@@ -1,9 +1,12 @@
 """ModelConfig: the facts about a model that layout, scheduler and layers need. Pure data."""
 
-from typing import Any, Literal
+import math
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
+Dtype = Literal["float32", "bfloat16", "float16"]
 RopeType = Literal["default", "linear", "llama3", "freq_factors"]
 
 
@@ -20,6 +23,16 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of type freq_factors, GGUF's form of llama3: head_dim / 2 divisors, one per frequency."""
 
 
+class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model's author chose for requests that leave a field out. None: nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only transformer. `family` selects the code in `models/registry.py`."""
 
@@ -30,10 +43,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: Annotated[int, Meta(ge=1)]
+    head_dim: Annotated[int, Meta(ge=2, multiple_of=2)]
+    """Even: the rotary embedding turns pairs."""
     vocab_size: int
-    max_position: int
+    max_position: Annotated[int, Meta(ge=1)]
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
@@ -41,10 +55,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Biases on q, k, v (and on o, when `attention_out_bias`)."""
     attention_out_bias: bool = False
     mlp_bias: bool = False
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     """torch's name of the type that `--dtype auto` stands for."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    default_sampling: DefaultSampling = DefaultSampling()
+
+
+def checked(config: ModelConfig, file: str) -> ModelConfig:
+    """The same, with every value of its declared type and bounds; else ValueError naming `file`."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(config), ModelConfig)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def model_config_from_hf(
@@ -71,7 +94,7 @@ def model_config_from_hf(
 
     num_heads, hidden_size = need("num_attention_heads"), need("hidden_size")
     attention_bias = bool(config.get("attention_bias", False))
-    return ModelConfig(
+    read = ModelConfig(
         family=family,
         name=name,
         hidden_size=hidden_size,
@@ -91,7 +114,34 @@ def model_config_from_hf(
         dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
         eos_token_ids=_token_ids(generation_config.get("eos_token_id", config.get("eos_token_id"))),
         bos_token_id=config.get("bos_token_id"),
+        default_sampling=_default_sampling(generation_config),
     )
+    return checked(read, "config.json")
+
+
+def _default_sampling(generation_config: dict[str, Any]) -> DefaultSampling:
+    """With an explicit `do_sample: false` what chooses among tokens does not count: the author
+    meant greedy decoding, and a temperature beside it is a leftover. Without the key it counts."""
+    fields = DefaultSampling.__struct_fields__
+    if generation_config.get("do_sample") is False:
+        fields = ("repetition_penalty",)
+    found = {name: generation_config[name] for name in fields if name in generation_config}
+    try:
+        sampling = msgspec.convert(found, DefaultSampling)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"generation_config.json: {error}") from None
+    bounds = {
+        "temperature": (0, math.inf),
+        "top_p": (math.ulp(0), 1),
+        "top_k": (-1, math.inf),
+        "min_p": (0, 1),
+        "repetition_penalty": (math.ulp(0), math.inf),
+    }
+    for name, (least, most) in bounds.items():
+        value = getattr(sampling, name)
+        if value is not None and not (least <= value <= most and value < math.inf):
+            raise ValueError(f"generation_config.json: {name} {value} is out of range")
+    return sampling
 
 
 def _rope_from_hf(config: dict[str, Any]) -> RopeConfig:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 
+import msgspec
 from aiohttp import web
 
 from aioengine import limits
@@ -14,6 +15,7 @@ from aioengine.frontend.front_end import UnavailableError
 from aioengine.frontend.records import ChoiceSpec, Generation
 from aioengine.frontend.text import ServedModel
 from aioengine.messages import SamplingParams
+from aioengine.model_config import DefaultSampling
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ def choice_specs(
     `max_tokens` is what the client asked for; else `default_max_tokens`, as far as the context
     lasts (None: all of it).
     """
+    body = _with_defaults(body, model.config.default_sampling)
     n = body.n or 1
     if n * len(prompts) > limits.MAX_CHOICES_PER_REQUEST:
         raise invalid(
@@ -127,6 +130,16 @@ def choice_specs(
                 )
             )
     return specs
+
+
+def _with_defaults(body: SamplingBody, defaults: DefaultSampling) -> SamplingBody:
+    """The body, with the model's own choice for each sampling field that it leaves out."""
+    chosen = {
+        name: value
+        for name, value in msgspec.structs.asdict(defaults).items()
+        if value is not None and getattr(body, name, value) is None
+    }
+    return msgspec.structs.replace(body, **chosen)
 
 
 def _check_prompt(

@@ -112,12 +112,6 @@ class GGUFFile:
             )
         return tensor
 
-    def tensor(self, name: str) -> GGUFTensor:
-        """Raises StartupError when the file has no such tensor."""
-        if name not in self.tensors:
-            raise StartupError(f"{self.path}: tensor {name} is missing")
-        return self.tensors[name]
-
     def rows(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
         """The packed bytes as a read-only view, shape [num_rows, row_bytes]."""
         size = tensor.num_rows * tensor.row_bytes
@@ -148,7 +142,10 @@ class _Header:
         if not 1 <= num_dims <= MAX_DIMS:
             raise ValueError(f"tensor {name} has {num_dims} dimensions")
         shape = tuple(self._scalar(U64) for _ in range(num_dims))[::-1]
-        return name, shape, GGMLQuantizationType(self._scalar(U32)), self._scalar(U64)
+        kind = self._scalar(U32)
+        if kind not in GGML_QUANT_SIZES:
+            raise ValueError(f"tensor {name} is of the unknown type {kind}")
+        return name, shape, GGMLQuantizationType(kind), self._scalar(U64)
 
     def _value(self, kind: int) -> Any:
         if kind == STRING:

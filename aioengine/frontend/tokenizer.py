@@ -9,8 +9,9 @@ from typing import Any, Final
 import tokenizers
 
 from aioengine.checkpoint.gguf_file import GGUFFile
-from aioengine.checkpoint.source import ModelSource, read_json_object
-from aioengine.frontend.gguf_tokenizer import bos_processor, special_token, tokenizer_from_gguf
+from aioengine.checkpoint.json_object import read_json_object
+from aioengine.checkpoint.source import ModelSource
+from aioengine.frontend.gguf_tokenizer import adding_processor, special_token, tokenizer_from_gguf
 
 BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE_MARK: Final = "▁"
@@ -162,7 +163,7 @@ def _make_it_add(backend: tokenizers.Tokenizer, bos_token: str | None, config_pa
     if bos_token is None or token_id is None:
         raise ValueError(f"{config_path}: add_bos_token without a bos_token of the vocabulary")
     if not _begins_with(backend, token_id):
-        backend.post_processor = bos_processor(bos_token, token_id)
+        backend.post_processor = adding_processor((bos_token, token_id), None)
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:

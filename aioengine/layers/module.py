@@ -34,4 +34,4 @@ class ShardedModule(nn.Module):
 
 def whole(size: int) -> Shard:
     """A vector that every rank holds in full."""
-    return Shard(0, 0, size, size)
+    return Shard(0, 0, size, size, size)

@@ -12,8 +12,9 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.checkpoint.gguf_file import GGUFFile, GGUFTensor
+from aioengine.checkpoint.gguf_file import GGUFTensor
 from aioengine.checkpoint.gguf_metadata import model_config_from_gguf
+from aioengine.checkpoint.gguf_model import GGUFModel
 from aioengine.errors import StartupError
 
 PLAIN_DTYPES: Final = {
@@ -38,39 +39,33 @@ PER_LAYER: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-ROTARY: Final = ("attn_q", "attn_k")
+ROTARY_NAME: Final = re.compile(r"self_attn\.[qk]_proj\.")
 """Their rows are stored with the two halves of every head interleaved."""
 LAYER_NAME: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class GGUFIndex:
-    """A WeightIndex over one GGUF file; only the rows or blocks of a slice are dequantised."""
+    """A WeightIndex over a GGUF model; only the rows or blocks of a slice are dequantised.
+
+    Tensors that have no place in a Hugging Face checkpoint keep their own names.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = GGUFFile(path)
+        self._file = GGUFModel(path)
         self._head_dim = model_config_from_gguf(self._file).head_dim
         self._tensors: dict[str, GGUFTensor] = {}
         self._interleaved: set[str] = set()
         for tensor in self._file.tensors.values():
-            if match := LAYER_NAME.fullmatch(tensor.name):
-                layer, part, suffix = match.groups()
-                module = f"model.layers.{layer}.{PER_LAYER[part]}" if part in PER_LAYER else None
-            else:
-                part, _, suffix = tensor.name.rpartition(".")
-                module = TOP_LEVEL.get(part)
-            if module is None:
-                continue  # rope_freqs and what else this model's layers do not read
-            name = f"{module}.{suffix}"
+            name = _published_name(tensor.name)
             self._tensors[name] = tensor
-            if part in ROTARY:
+            if ROTARY_NAME.search(name):
                 self._interleaved.add(name)
 
     def names(self) -> KeysView[str]:
         return self._tensors.keys()
 
     def path(self, name: str) -> Path:
-        self._tensor(name)
-        return self._file.path
+        return self._file.file(self._tensor(name).name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensor(name).shape
@@ -111,7 +106,9 @@ class GGUFIndex:
         try:
             values = dequantize(packed, tensor.type)
         except NotImplementedError as error:
-            raise StartupError(f"{self._file.path}: tensor {tensor.name}: {error}") from error
+            raise StartupError(
+                f"{self._file.file(tensor.name)}: tensor {tensor.name}: {error}"
+            ) from error
         return torch.from_numpy(values)
 
     def _heads_in_halves(self, values: Tensor) -> Tensor:
@@ -120,3 +117,12 @@ class GGUFIndex:
         assert rest == 0, "slices of q and k are whole heads"
         pairs = values.reshape(num_heads, self._head_dim // 2, 2, *values.shape[1:])
         return pairs.transpose(1, 2).reshape(values.shape)
+
+
+def _published_name(name: str) -> str:
+    """The Hugging Face name of a GGUF tensor; its own where there is none."""
+    if match := LAYER_NAME.fullmatch(name):
+        layer, part, suffix = match.groups()
+        return f"model.layers.{layer}.{PER_LAYER[part]}.{suffix}" if part in PER_LAYER else name
+    part, _, suffix = name.rpartition(".")
+    return f"{TOP_LEVEL[part]}.{suffix}" if part in TOP_LEVEL else name

@@ -1,6 +1,6 @@
 """WeightIndex: published tensor names to tensors on disk, read whole or in slices."""
 
-from collections.abc import KeysView
+from collections.abc import KeysView, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -8,7 +8,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aioengine.checkpoint.source import ModelSource, read_json_object
+from aioengine.checkpoint.hub import INDEX_FILE, SINGLE_FILE
+from aioengine.checkpoint.json_object import read_json_object
+from aioengine.checkpoint.source import ModelSource
 from aioengine.errors import StartupError
 from aioengine.weights.gguf_index import GGUFIndex
 
@@ -45,14 +47,20 @@ def open_index(source: ModelSource) -> WeightIndex:
     """Raises StartupError for files that are missing, truncated or malformed."""
     if source.kind == "gguf":
         return GGUFIndex(source.path)
-    return SafetensorsIndex(source.path, _safetensors_files(source.path))
+    listed = _listed_places(source.path / INDEX_FILE)
+    files = sorted(set(listed.values())) if listed else _unlisted_files(source.path)
+    return SafetensorsIndex(source.path, files, listed)
 
 
 class SafetensorsIndex:
-    """A WeightIndex over one or several .safetensors files of a directory."""
+    """A WeightIndex over one or several .safetensors files of a directory.
 
-    def __init__(self, directory: Path, files: list[Path]) -> None:
+    `listed` says where the directory's index file, if it has one, puts each tensor.
+    """
+
+    def __init__(self, directory: Path, files: list[Path], listed: Mapping[str, Path]) -> None:
         self._directory = directory
+        self._listed = listed
         self._files = {path: _open(path) for path in files}
         self._paths: dict[str, Path] = {}
         for path, file in self._files.items():
@@ -65,9 +73,13 @@ class SafetensorsIndex:
         return self._paths.keys()
 
     def path(self, name: str) -> Path:
-        if name not in self._paths:
-            raise StartupError(f"{self._directory}: tensor {name} is missing")
-        return self._paths[name]
+        if name in self._paths:
+            return self._paths[name]
+        if name in self._listed:
+            raise StartupError(
+                f"{self._listed[name]}: tensor {name} is missing, though {INDEX_FILE} puts it there"
+            )
+        raise StartupError(f"{self._directory}: tensor {name} is missing")
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[self.path(name)].get_slice(name).get_shape())
@@ -100,15 +112,26 @@ def _open(path: Path) -> Any:
         raise StartupError(f"{path}: not a readable safetensors file: {error}") from error
 
 
-def _safetensors_files(directory: Path) -> list[Path]:
-    """What the index file lists, else model.safetensors, else every .safetensors file."""
-    index_path = directory / "model.safetensors.index.json"
-    if index_path.is_file():
-        weight_map = read_json_object(index_path).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise StartupError(f"{index_path}: weight_map is missing")
-        return sorted({directory / str(name) for name in weight_map.values()})
-    single = directory / "model.safetensors"
+def _listed_places(index_path: Path) -> dict[str, Path]:
+    """The file of each tensor by the directory's index file; empty without one."""
+    if not index_path.is_file():
+        return {}
+    try:
+        places = read_json_object(index_path).get("weight_map")
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    if not isinstance(places, dict) or not places:
+        raise StartupError(f"{index_path}: weight_map is missing")
+    files = {str(name) for name in places.values()}
+    missing = sorted(name for name in files if not (index_path.parent / name).is_file())
+    if missing:
+        raise StartupError(f"{index_path}: {', '.join(missing)}: no such file in the directory")
+    return {name: index_path.parent / str(file) for name, file in places.items()}
+
+
+def _unlisted_files(directory: Path) -> list[Path]:
+    """model.safetensors, else every .safetensors file."""
+    single = directory / SINGLE_FILE
     files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     if not files:
         raise StartupError(f"{directory}: no .safetensors file")

@@ -1,6 +1,8 @@
 """Fills a stage's parameters from a checkpoint, each with this rank's part only."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -12,57 +14,79 @@ from aioengine.weights.index import WeightIndex
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 OUTPUT_HEAD: Final = "lm_head.weight"
+ROTARY_TABLE: Final = re.compile(r"rotary_emb\.|rope_freqs|attn_rot_embd")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A parameter, the published tensor that fills it, and the part of that it holds.
+
+    Without a shard it is the whole tensor.
+    """
+
+    published: str
+    parameter: Tensor
+    shard: Shard | None
+
+
+def match_weights(
+    stage: nn.Module, index: WeightIndex, shards: Mapping[str, Shard], *, tie_word_embeddings: bool
+) -> list[Wanted]:
+    """What fills the parameters of `stage`, which carry the published names; in reading order.
+
+    A tied head always takes the embedding. Raises StartupError that names tensor and file for a
+    tensor that is missing or of another shape. Reads no tensor.
+    """
+    wanted = []
+    for name, parameter in stage.named_parameters():
+        published = EMBEDDING if name == OUTPUT_HEAD and tie_word_embeddings else name
+        _check_shape(index, published, parameter, shards.get(name))
+        wanted.append(Wanted(published, parameter, shards.get(name)))
+    order = {name: place for place, name in enumerate(index.names())}
+    return sorted(wanted, key=lambda each: order[each.published])
 
 
 def load_weights(
-    stage: nn.Module,
+    wanted: Sequence[Wanted],
     index: WeightIndex,
-    shards: Mapping[str, Shard],
-    *,
-    tie_word_embeddings: bool,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Fill every parameter of `stage`; its parameters carry the published names.
+    """Fill the parameters; values are converted to their types.
 
-    A parameter without a shard is the whole tensor. Values are converted to the parameter's dtype.
-    Tensors that no parameter asks for are left alone. `progress` gets bytes of parameters filled so
-    far and in all, after each one. Raises StartupError that names tensor and file for a tensor that
-    is missing, unreadable or of another shape.
+    `progress` gets bytes of parameters filled so far and in all, after each one. Raises
+    StartupError that names tensor and file for a tensor that cannot be read.
     """
-    order = {name: place for place, name in enumerate(index.names())}
-    wanted: list[tuple[str, str, Tensor]] = []
-    for name, parameter in stage.named_parameters():
-        tied = name == OUTPUT_HEAD and tie_word_embeddings and name not in order
-        published = EMBEDDING if tied else name
-        _check_shape(index, published, parameter, shards.get(name))
-        wanted.append((published, name, parameter))
-    wanted.sort(key=lambda entry: order[entry[0]])
-    total = sum(target.nbytes for _, _, target in wanted)
+    total = sum(each.parameter.nbytes for each in wanted)
     done = 0
-    for published, name, target in wanted:
-        _fill(target, index, published, shards.get(name))
-        done += target.nbytes
+    for each in wanted:
+        _fill(each.parameter, index, each.published, each.shard)
+        done += each.parameter.nbytes
         if progress is not None:
             progress(done, total)
 
 
+def unread_weights(index: WeightIndex, parameters: Container[str]) -> list[str]:
+    """What the checkpoint holds and a model with these parameters does not use.
+
+    Tables of the rotary embedding, which follow from the configuration, and a head beside tied
+    embeddings do not count.
+    """
+    return [
+        name
+        for name in index.names()
+        if name not in parameters and name != OUTPUT_HEAD and not ROTARY_TABLE.search(name)
+    ]
+
+
 def _check_shape(index: WeightIndex, name: str, parameter: Tensor, shard: Shard | None) -> None:
     expected = list(parameter.shape)
-    cut_dim = None
     if shard is not None:
         assert expected[shard.dim] == shard.local_size >= shard.stop - shard.start >= 0
-        expected[shard.dim] = shard.stop
-        cut_dim = shard.dim
-    found = index.shape(name)
-    fits = len(found) == len(expected) and all(
-        size >= want if dim == cut_dim else size == want
-        for dim, (size, want) in enumerate(zip(found, expected, strict=True))
-    )
-    if not fits:
-        shown = [f"{want}{' or more' * (dim == cut_dim)}" for dim, want in enumerate(expected)]
+        expected[shard.dim] = shard.full_size
+    found = list(index.shape(name))
+    if found != expected:
         raise StartupError(
-            f"{index.path(name)}: tensor {name}: expected shape [{', '.join(shown)}], "
-            f"found {list(found)}"
+            f"{index.path(name)}: tensor {name}: expected shape {expected}, found {found}"
         )
 
 

@@ -50,7 +50,9 @@ def set_cpu_threads(
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """StartupError when the device cannot compute in this type."""
-    if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+    """StartupError when the device cannot compute in this type; emulation does not count."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise StartupError(f"{name} does not compute in bfloat16: use --dtype float16 or float32")

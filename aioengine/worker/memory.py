@@ -1,6 +1,7 @@
-"""How much memory is free, and how many KV blocks that makes. Bytes throughout."""
+"""How much memory is free, what it must hold, and how many KV blocks that makes."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -14,28 +15,94 @@ CPU_SHARE: Final = 0.25
 MAX_CPU_BYTES: Final = 4 * 2**30
 """Of one rank's KV cache on CPU, unless --kv-cache-memory-bytes says otherwise."""
 
-_CGROUPS: Final = Path("/sys/fs/cgroup")
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """Bytes for one rank's KV cache, and how they came about, for people."""
+
+    num_bytes: int
+    reason: str
 
 
-def kv_budget(config: EngineConfig, device: torch.device, local_world_size: int) -> int:
-    """Bytes for the KV cache of this rank. On CUDA: after a forward pass of the largest size."""
-    if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes
-    if device.type == "cuda":
-        return _free_cuda_bytes(config.gpu_memory_utilization)
-    return min(int(_free_cpu_bytes() * CPU_SHARE) // local_world_size, MAX_CPU_BYTES)
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory that a rank computes in, as it was before any rank loaded weights."""
+
+    device: torch.device
+    free: int
+    num_sharing: int
+    """Ranks that share it: all of the node on CPU, one on CUDA."""
+
+    @classmethod
+    def measure(cls, device: torch.device, local_world_size: int) -> "Memory":
+        if device.type == "cpu":
+            return cls(device, free_cpu_bytes(), local_world_size)
+        return cls(device, torch.cuda.mem_get_info(device)[0], 1)
+
+    def check_weights(self, needed: int, dtype: torch.dtype) -> None:
+        """StartupError with the numbers when this rank's parameters cannot fit."""
+        if needed > self.free // self.num_sharing:
+            raise StartupError(
+                f"the weights of this rank take {gib(needed)} in {dtype}, but {self._shares()}; "
+                "use more ranks on more nodes (-tp, -pp) or a narrower --dtype"
+            )
+
+    def kv_budget(self, config: EngineConfig) -> KVBudget:
+        """After the weights are loaded; on CUDA after a step of the largest size, too."""
+        given = config.kv_cache_memory_bytes
+        if given is not None:
+            if given > self.free // self.num_sharing:
+                raise StartupError(
+                    f"--kv-cache-memory-bytes {given} ({gib(given)}) for each rank is too much: "
+                    f"{self._shares()} before the weights were loaded"
+                )
+            return KVBudget(given, "--kv-cache-memory-bytes")
+        if self.device.type == "cpu":
+            return cpu_kv_budget(free_cpu_bytes(), self.num_sharing)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        peak, now = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        return cuda_kv_budget(
+            total, free, step_bytes=peak - now, utilization=config.gpu_memory_utilization
+        )
+
+    def _shares(self) -> str:
+        if self.num_sharing == 1:
+            return f"{gib(self.free)} are free on {self.device}"
+        return f"the {self.num_sharing} ranks of this node share {gib(self.free)} of free memory"
+
+
+def cpu_kv_budget(free: int, num_sharing: int) -> KVBudget:
+    """A share of what is free, so that the page cache and other programs keep most of it."""
+    share = int(free * CPU_SHARE) // num_sharing
+    if share > MAX_CPU_BYTES:
+        return KVBudget(MAX_CPU_BYTES, "the most that a rank takes on CPU by itself")
+    return KVBudget(
+        share, f"{CPU_SHARE:.0%} of {gib(free)} free memory over {num_sharing} ranks of this node"
+    )
+
+
+def cuda_kv_budget(total: int, free: int, *, step_bytes: int, utilization: float) -> KVBudget:
+    """The part of the device that we may use, less what is in use and what a step needs."""
+    used = total - free
+    return KVBudget(
+        max(0, int(total * utilization) - used - step_bytes),
+        f"--gpu-memory-utilization {utilization:g} of {gib(total)}, less {gib(used)} in use and "
+        f"{gib(step_bytes)} for the largest step",
+    )
 
 
 def num_kv_blocks(
-    config: EngineConfig, *, budget: int, block_bytes: int, max_model_len: int
+    config: EngineConfig, *, budget: KVBudget, block_bytes: int, max_model_len: int
 ) -> int:
-    """Blocks of one rank that fit `budget`, the null block included.
+    """Blocks of one rank that fit the budget, the null block included.
 
     Not more than all requests at full length need, unless --kv-cache-memory-bytes asks for it.
-    Raises StartupError with the numbers when not even one request fits.
+    Raises StartupError with the numbers when not even one request fits (a single block, when the
+    context may be cut to what fits).
     """
     per_request = -(-max_model_len // config.block_size)
-    fitting = budget // block_bytes
+    fitting = budget.num_bytes // block_bytes
     least = 1 + (per_request if config.max_model_len is not None else 1)
     if fitting < least:
         wanted = (
@@ -45,47 +112,47 @@ def num_kv_blocks(
         )
         raise StartupError(
             f"{wanted} needs {least * block_bytes} bytes of KV cache ({least} blocks of "
-            f"{block_bytes} bytes, the null block included), but only {budget} are available; "
-            "lower --max-model-len or raise --kv-cache-memory-bytes"
+            f"{block_bytes} bytes, the null block included), but only {budget.num_bytes} are "
+            f"available ({budget.reason}); lower --max-model-len or raise --kv-cache-memory-bytes"
         )
     if config.kv_cache_memory_bytes is not None:
         return fitting
     return min(fitting, 1 + config.num_slots * per_request)
 
 
-def _free_cuda_bytes(utilization: float) -> int:
-    """The part of the device we may use, less what is in use and what the largest step needs."""
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    step_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    return int(total * utilization) - (total - free) - step_bytes
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def _free_cpu_bytes() -> int:
+def free_cpu_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """What the kernel can give without swapping, within the limits of our control groups."""
-    meminfo = Path("/proc/meminfo").read_text()
+    meminfo = (proc / "meminfo").read_text()
     fields = dict(line.split(":", 1) for line in meminfo.splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([available, *_cgroup_rooms()])
+    return min([available, *_cgroup_rooms(proc, cgroups)])
 
 
-def _cgroup_rooms() -> Iterator[int]:
-    """Bytes left below the limit of each control group (version 2) that holds this process."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        hierarchy, _, path = line.split(":", 2)
-        if hierarchy != "0":
+def _cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Bytes left below the limit of each control group that holds this process; both versions."""
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, usage, droppable = cgroups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, usage, droppable = (
+                cgroups / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
             continue
-        group = _CGROUPS / path.lstrip("/")
+        group = root / path.lstrip("/")
         for directory in (group, *group.parents):
-            limit = directory / "memory.max"
-            if not limit.is_file():
-                continue
-            text = limit.read_text().strip()
-            if text != "max":
-                yield max(0, int(text) - _cgroup_used(directory))
-
-
-def _cgroup_used(directory: Path) -> int:
-    """Without file pages that the kernel would drop first."""
-    fields = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    return int((directory / "memory.current").read_text()) - int(fields["inactive_file"])
+            if (directory / limit).is_file() and directory.is_relative_to(root):
+                text = (directory / limit).read_text().strip()
+                if text != "max":
+                    stat = (directory / "memory.stat").read_text().splitlines()
+                    pages = int(dict(line.split() for line in stat)[droppable])
+                    used = int((directory / usage).read_text())
+                    yield max(0, int(text) - used + pages)

@@ -7,7 +7,6 @@ from typing import Any, Final, TypeVar
 import msgspec
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from aioengine.checkpoint.source import ModelSource
 from aioengine.config import EngineConfig
@@ -24,13 +23,11 @@ from aioengine.layout import ParallelLayout
 from aioengine.messages import StepPlan, StepResult
 from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
-from aioengine.models.registry import STAGES
-from aioengine.weights.index import open_index
-from aioengine.weights.loader import load_weights
 from aioengine.worker.batch import BatchBuilder, Role, StepInputs
 from aioengine.worker.device import check_dtype, device_id, select_device, set_cpu_threads
 from aioengine.worker.kv_store import KVShape
-from aioengine.worker.memory import kv_budget, num_kv_blocks
+from aioengine.worker.loading import StagePlan, load_stage
+from aioengine.worker.memory import Memory, num_kv_blocks
 from aioengine.worker.pipeline import Feedback, StageLink
 from aioengine.worker.sampler import Sampler
 from aioengine.worker.warmup import largest_plan, warm_up_plans
@@ -106,6 +103,7 @@ class Worker:
         self._store: ReplicaStore | None = None
         self._groups: ReplicaGroups | None = None
         self._device: torch.device
+        self._memory: Memory
         self._stage: LlamaStage
         self._builder: BatchBuilder
         self._link: StageLink
@@ -143,6 +141,7 @@ class Worker:
         """Select the device and check the type. An id of the device: see `device_id`."""
         self._device = select_device(self._config.device, self._local_rank)
         check_dtype(self._dtype, self._device)
+        self._memory = Memory.measure(self._device, self._local_world_size)
         num_threads = set_cpu_threads(
             self._config.cpu_threads, self._omp_num_threads, self._local_world_size
         )
@@ -168,30 +167,16 @@ class Worker:
     def load_model(self) -> None:
         """Build this rank's stage and read its weights; progress on global rank 0."""
         assert self._groups is not None
-        self._stage = STAGES[self._cfg.family](
+        plan = StagePlan(
             self._cfg,
             self._layers,
             is_first=self._role.is_first,
             is_last=self._role.is_last,
             tp=self._groups.tp,
             dtype=self._dtype,
-            device=self._device,
         )
-        with tqdm(
-            desc="loading weights", unit="B", unit_scale=True, disable=self._rank != 0
-        ) as bar:
-
-            def show(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            load_weights(
-                self._stage,
-                open_index(self._source),
-                self._stage.shards(),
-                tie_word_embeddings=self._cfg.tie_word_embeddings,
-                progress=show,
-            )
+        self._memory.check_weights(plan.num_bytes, self._dtype)
+        self._stage = load_stage(plan, self._source, self._device, speaks=self._rank == 0)
 
     @device_call
     def num_kv_blocks(self) -> int:
@@ -200,7 +185,7 @@ class Worker:
             self._profile()
         return num_kv_blocks(
             self._config,
-            budget=kv_budget(self._config, self._device, self._local_world_size),
+            budget=self._memory.kv_budget(self._config),
             block_bytes=self._kv_shape.block_bytes,
             max_model_len=self._max_model_len,
         )

@@ -1,13 +1,16 @@
 """Whole answers: what a leader's deltas become."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from support.http_server import CHAT, COMPLETIONS, MESSAGES, PROMPT, Answer, Served, serving
 from support.tiny_model import EOS_ID, MODEL_NAME, ids
 
 from aioengine.messages import FinishReason, SamplingParams
+from aioengine.model_config import DefaultSampling
 
 CHAT_PROMPT = "<user>hello\n<assistant>"
 
@@ -128,6 +131,28 @@ async def test_defaults(fields: dict[str, Any], attribute: str, value: object) -
         await asked(server, COMPLETIONS, {**PROMPT, **fields}, "x")
         (added,) = await server.leader.added()
         assert getattr(added.params, attribute) == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (0.5, 7, 0.25, 0.125)),
+        ({"temperature": 0, "top_k": -1, "top_p": 1, "min_p": 0}, (0.0, 0, 1.0, 0.0)),
+        ({"temperature": None, "top_k": 3}, (0.5, 3, 0.25, 0.125)),
+    ],
+)
+async def test_the_model_s_own_defaults_fill_what_a_request_leaves_out(
+    fields: dict[str, Any], expected: tuple[float, ...]
+) -> None:
+    chosen = DefaultSampling(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
+    async with serving() as server:
+        assert server.api.model is not None
+        config = msgspec.structs.replace(server.api.model.config, default_sampling=chosen)
+        server.api.model = replace(server.api.model, config=config)
+        await asked(server, COMPLETIONS, {**PROMPT, **fields}, "x")
+        (added,) = await server.leader.added()
+        params = added.params
+        assert (params.temperature, params.top_k, params.top_p, params.min_p) == expected
 
 
 async def test_requests_without_a_seed_get_different_ones() -> None:

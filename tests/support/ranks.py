@@ -44,10 +44,10 @@ def rank_of_this_process() -> int:
     return int(os.environ["RANK"])
 
 
-def agree_on_port(open_port: Callable[[], int]) -> int:
-    """The port that `open_port` gives on rank 0, on every rank."""
+def agree_on_port(open_port: Callable[[], int], key: str = "port") -> int:
+    """The port that `open_port` gives on rank 0, on every rank; a `key` serves once."""
     timeout = timedelta(seconds=TIMEOUT_S)
     launch = TCPStore(HOST, int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     if rank_of_this_process() == 0:
-        launch.set("port", str(open_port()))
-    return int(launch.get("port"))
+        launch.set(key, str(open_port()))
+    return int(launch.get(key))

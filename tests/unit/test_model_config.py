@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from aioengine.model_config import RopeConfig, model_config_from_hf
+from aioengine.model_config import DefaultSampling, RopeConfig, model_config_from_hf
 
 MINIMAL = {
     "model_type": "llama",
@@ -74,6 +74,44 @@ def test_end_tokens_of_the_generation_config_win(
     assert config.eos_token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({}, DefaultSampling()),
+        (
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "max_new_tokens": 5},
+            DefaultSampling(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1),
+        ),
+        ({"do_sample": True, "temperature": 1}, DefaultSampling(temperature=1.0)),
+        (
+            {"do_sample": False, "temperature": 0.6, "top_k": 5, "repetition_penalty": 1.05},
+            DefaultSampling(repetition_penalty=1.05),
+        ),
+        ({"top_k": None, "do_sample": None}, DefaultSampling()),
+    ],
+)
+def test_default_sampling(generation: dict[str, Any], expected: DefaultSampling) -> None:
+    assert model_config_from_hf(MINIMAL, generation, "m").default_sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", -1.0),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", float("nan")),
+        ("top_k", 1.5),
+        ("min_p", 2.0),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_default_sampling_that_makes_no_sense(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"generation_config\.json: .*{key}"):
+        model_config_from_hf(MINIMAL, {key: value}, "m")
+
+
 def test_dtype_has_an_old_and_a_new_spelling() -> None:
     both = MINIMAL | {"dtype": "float16", "torch_dtype": "bfloat16"}
     assert model_config_from_hf(both, {}, "m").dtype == "float16"
@@ -115,6 +153,12 @@ def test_rope_has_an_old_and_a_new_spelling(keys: dict[str, Any], expected: Rope
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs a factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype"),
+        ({"max_position_embeddings": 0}, "max_position"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"num_key_value_heads": [3]}, "num_kv_heads"),
+        ({"eos_token_id": "</s>"}, "eos_token_ids"),
     ],
 )
 def test_what_is_wrong_or_not_supported_is_named(keys: dict[str, Any], shown: str) -> None:

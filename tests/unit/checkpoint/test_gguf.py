@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 
 from aioengine.checkpoint.gguf_file import GGUFFile
 from aioengine.checkpoint.gguf_metadata import model_config_from_gguf
+from aioengine.checkpoint.gguf_model import GGUFModel
 from aioengine.errors import StartupError
+from aioengine.model_config import ModelConfig, RopeConfig
 
 Q8_0 = GGMLQuantizationType.Q8_0
+FACTORS = (1.0, 2.0, 4.0, 8.5) * 2
 TINY: dict[str, Any] = {
     "block_count": 2,
     "context_length": 128,
@@ -53,6 +56,10 @@ def write(
     return GGUFFile(path)
 
 
+def config_of(file: GGUFFile) -> ModelConfig:
+    return model_config_from_gguf(GGUFModel(file.path))
+
+
 def test_values_of_every_kind(tmp_path: Path) -> None:
     path = tmp_path / "kinds.gguf"
     writer = gguf.GGUFWriter(path, "llama")
@@ -87,13 +94,62 @@ def test_model_config(tmp_path: Path) -> None:
         "output.weight": np.zeros((32, 64), np.float16),
         "rope_freqs.weight": np.arange(1, 13, dtype=np.float32),
     }
-    config = model_config_from_gguf(write(tmp_path / "tiny.gguf", settings, tensors=tensors))
+    config = config_of(write(tmp_path / "tiny.gguf", settings, tensors=tensors))
     assert (config.name, config.num_kv_heads, config.head_dim) == ("tiny", 2, 24)
     assert (config.vocab_size, config.dtype, config.eos_token_ids) == (32, "float16", (7, 9))
     assert not config.tie_word_embeddings
     assert config.rope.theta == 5000.0
     assert config.rope.rope_type == "freq_factors"
     assert config.rope.freq_factors == tuple(range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("settings", "factors", "expected"),
+    [
+        ({}, None, RopeConfig()),
+        ({"rope.scaling.type": "none"}, None, RopeConfig()),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0, "rope.freq_base": 5e5},
+            None,
+            RopeConfig(theta=5e5, rope_type="linear", factor=4.0),
+        ),
+        ({}, [1, 2, 4, 8.5] * 2, RopeConfig(rope_type="freq_factors", freq_factors=FACTORS)),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 0.5},
+            [2, 4, 8, 17] * 2,
+            RopeConfig(rope_type="freq_factors", freq_factors=FACTORS),
+        ),
+    ],
+)
+def test_rope_as_the_converter_writes_it(
+    tmp_path: Path, settings: dict[str, Any], factors: list[float] | None, expected: RopeConfig
+) -> None:
+    tensors: dict[str, NDArray[Any]] = {"token_embd.weight": np.zeros((32, 64), np.float32)}
+    if factors is not None:
+        tensors["rope_freqs.weight"] = np.array(factors, np.float32)
+    assert (
+        config_of(write(tmp_path / "rope.gguf", TINY | settings, tensors=tensors)).rope == expected
+    )
+
+
+def test_rope_factors_of_another_length(tmp_path: Path) -> None:
+    tensors = {
+        "token_embd.weight": np.zeros((32, 64), np.float32),
+        "rope_freqs.weight": np.ones(7, np.float32),
+    }
+    file = write(tmp_path / "rope.gguf", TINY, tensors=tensors)
+    with pytest.raises(ValueError, match=r"rope_freqs\.weight is F32 \[7\], not F32 \[8\]"):
+        config_of(file)
+
+
+def test_an_unknown_tensor_type_names_the_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "kind.gguf"
+    write(path, TINY)
+    content = path.read_bytes()
+    at = content.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 2 * 8
+    path.write_bytes(content[:at] + b"\xe7\3\0\0" + content[at + 4 :])
+    with pytest.raises(StartupError, match=r"tensor token_embd\.weight is of the unknown type 999"):
+        GGUFFile(path)
 
 
 def test_tensors_lie_where_the_library_finds_them(tmp_path: Path) -> None:
@@ -112,7 +168,7 @@ def test_tensors_lie_where_the_library_finds_them(tmp_path: Path) -> None:
 def test_quantised_becomes_bfloat16(tmp_path: Path) -> None:
     packed = gguf.quants.quantize(np.ones((32, 64), np.float32), Q8_0)
     file = write(tmp_path / "q.gguf", TINY, tensors={"token_embd.weight": packed})
-    config = model_config_from_gguf(file)
+    config = config_of(file)
     assert (config.dtype, config.head_dim, config.vocab_size) == ("bfloat16", 16, 32)
 
 
@@ -129,12 +185,12 @@ def test_quantised_becomes_bfloat16(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     file = write(tmp_path / "refused.gguf", TINY | changes)
     with pytest.raises(ValueError, match=rf"refused\.gguf: .*{message}"):
-        model_config_from_gguf(file)
+        config_of(file)
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'gemma3' is not supported"):
-        model_config_from_gguf(write(tmp_path / "other.gguf", TINY, arch="gemma3"))
+        config_of(write(tmp_path / "other.gguf", TINY, arch="gemma3"))
 
 
 def test_truncation_is_found_wherever_it_is(tmp_path: Path) -> None:

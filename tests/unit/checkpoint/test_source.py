@@ -49,7 +49,7 @@ def test_what_is_no_model(tmp_path: Path) -> None:
     for model, message in {
         str(tmp_path / "b.gguf"): "--model: .*b.gguf is a file, but not a GGUF file",
         str(tmp_path): "--model: .*no config.json; it holds a.gguf, b.gguf",
-        "HuggingFaceTB/SmolLM2-135M": "--model: .*hub ids are not available yet",
+        "/nowhere": "--model: '/nowhere' is neither a directory nor a file here, nor a hub id",
     }.items():
         with pytest.raises(ValueError, match=message):
             resolve_model(model)

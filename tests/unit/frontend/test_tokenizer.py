@@ -160,6 +160,24 @@ def test_sentencepiece_gguf(tmp_path: Path) -> None:
     assert [bare.token_text(token_id) for token_id in bare.encode("was", True)] == ["w", "as"]
 
 
+def test_gguf_that_adds_an_end_token(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(
+        sentencepiece_gguf(tmp_path / "t.gguf", add_space_prefix=False, add_eos_token=True)
+    )
+    pieces = [tokenizer.token_text(token_id) for token_id in tokenizer.encode("was", True)]
+    assert pieces == ["<s>", "w", "as", "</s>"]
+    assert [tokenizer.token_text(each) for each in tokenizer.encode("was", False)] == ["w", "as"]
+
+
+def test_gguf_with_named_templates(tmp_path: Path) -> None:
+    """As the converter writes them: the default one under the plain key, the others named."""
+    names = {"chat_templates": ["tool_use"], "chat_template.tool_use": "tools"}
+    both = sentencepiece_gguf(tmp_path / "both.gguf", chat_template="plain", **names)
+    assert load_tokenizer(both).chat_template == "plain"
+    only = sentencepiece_gguf(tmp_path / "only.gguf", **names)
+    assert load_tokenizer(only).chat_template is None
+
+
 def test_gguf_that_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.gguf"
     with pytest.raises(ValueError, match=r"t\.gguf: .*pre 'poro' is not known; .*smollm"):

@@ -94,7 +94,7 @@ def sentencepiece_gguf(path: Path, **settings: Any) -> ModelSource:
 def write_gguf(path: Path, **settings: Any) -> ModelSource:
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in settings.items():
-        full = f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}"
+        full = f"tokenizer.{key}" if key.startswith("chat_template") else f"tokenizer.ggml.{key}"
         if isinstance(value, list):
             writer.add_array(full, value)
         elif isinstance(value, str):

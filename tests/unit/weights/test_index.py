@@ -10,11 +10,21 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 from torch import Tensor
 
-from aioengine.checkpoint.source import ModelSource
+from aioengine.checkpoint.source import ModelSource, read_model_config, resolve_model
 from aioengine.errors import StartupError
 from aioengine.weights.index import WeightIndex, open_index
-from tests.unit.weights.tiny_llama import HEAD_DIM, VOCAB, random_tensors, write_gguf
+from tests.unit.weights.tiny_llama import (
+    HEAD_DIM,
+    VOCAB,
+    gguf_name,
+    halves_of_heads,
+    packed_matrix,
+    random_tensors,
+    write_gguf,
+)
 
+PLAIN_KINDS = ["F32", "F16", "BF16"]
+KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", *PLAIN_KINDS]
 DOWN = "model.layers.0.mlp.down_proj.weight"
 Q = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
@@ -39,12 +49,12 @@ def check_slices(index: WeightIndex, name: str, expected: Tensor, unit: int = 1)
             assert torch.equal(found.float(), expected[:, start:stop])
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0])
 def test_gguf_gives_back_the_hugging_face_tensors(tmp_path: Path, kind: Kind) -> None:
     tensors = random_tensors()
     write_gguf(tmp_path / "tiny.gguf", tensors, kind)
     index = open_index(ModelSource(tmp_path / "tiny.gguf", "gguf"))
-    assert index.names() == tensors.keys()
+    assert index.names() == {*tensors, "rope_freqs.weight"}
     for name, tensor in tensors.items():
         rotary = ".q_proj." in name or ".k_proj." in name
         check_slices(index, name, rounded(tensor, kind), HEAD_DIM if rotary else 1)
@@ -52,6 +62,61 @@ def test_gguf_gives_back_the_hugging_face_tensors(tmp_path: Path, kind: Kind) ->
     assert index.read(DOWN, None, 0, 0).dtype == stored
     with pytest.raises(StartupError, match=r"tiny\.gguf: tensor lm_head\.weight is missing"):
         index.read("lm_head.weight", 0, 0, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_of_gguf(tmp_path: Path, kind: str) -> None:
+    """Every slice is that of the library's dequantised whole."""
+    rng = np.random.default_rng(7)
+    names = [name for name, tensor in random_tensors(tied=False).items() if tensor.dim() == 2]
+    shapes = {name: tuple(random_tensors(tied=False)[name].shape) for name in names}
+    packed = {name: packed_matrix(Kind[kind], shapes[name], rng) for name in names}
+    extra = {gguf_name(name): rows for name, rows in packed.items()}
+    write_gguf(tmp_path / "tiny.gguf", {}, Kind[kind], extra=extra)
+    index = open_index(ModelSource(tmp_path / "tiny.gguf", "gguf"))
+    for name, rows in packed.items():
+        whole = dequantize(rows, Kind[kind])
+        assert np.isfinite(whole).all()
+        rotary = ".q_proj." in name or ".k_proj." in name
+        expected = torch.from_numpy(halves_of_heads(whole) if rotary else whole)
+        check_slices(index, name, expected, HEAD_DIM if rotary else 1)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_split_gguf_by_any_part(tmp_path: Path, number: int) -> None:
+    tensors = random_tensors()
+    write_gguf(tmp_path / "tiny.gguf", tensors, Kind.F32, tensors_per_part=8)
+    parts = sorted(path.name for path in tmp_path.iterdir())
+    assert parts == [f"tiny-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    source = resolve_model(str(tmp_path / parts[number - 1]))
+    assert source.path.name == parts[0]
+    config = read_model_config(source)
+    assert (config.name, config.vocab_size, config.dtype) == ("tiny", VOCAB, "float32")
+    index = open_index(source)
+    for name, tensor in tensors.items():
+        assert torch.equal(index.read(name, None, 0, 0), tensor)
+    assert {index.path(name).name for name in tensors} == set(parts)
+
+
+def test_split_gguf_that_cannot_be_used(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", random_tensors(), Kind.F32, tensors_per_part=8)
+    first, second, third = sorted(tmp_path.iterdir())
+    source = resolve_model(str(second))
+    content = third.read_bytes()
+    third.write_bytes(content[:-1])
+    with pytest.raises(StartupError, match=r"tiny-00003-of-00003\.gguf: truncated: tensor"):
+        open_index(source)
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(StartupError, match=r"00003\.gguf: split\.no and split\.count are 1 and 3"):
+        open_index(source)
+    second.unlink()
+    third.unlink()
+    with pytest.raises(StartupError, match=r"00002-of-00003\.gguf, tiny-00003-of-00003.*missing"):
+        open_index(source)
+    with pytest.raises(StartupError, match=r"one of 3 parts, but its name"):
+        open_index(ModelSource(first.rename(tmp_path / "renamed.gguf"), "gguf"))
+    with pytest.raises(StartupError, match=r"00001-of-00003\.gguf: this part"):
+        open_index(source)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K, Kind.IQ4_XS])
@@ -118,5 +183,20 @@ def test_safetensors_that_cannot_be_used(tmp_path: Path) -> None:
         with pytest.raises(StartupError, match=r"model\.safetensors: not a readable"):
             open_index(source)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.bin"}}')
-    with pytest.raises(StartupError, match=r"gone\.bin"):
+    with pytest.raises(StartupError, match=r"index\.json: gone\.bin: no such file"):
         open_index(source)
+    for text in ("{", "[]", "{}", '{"weight_map": 3}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(StartupError, match=r"model\.safetensors\.index\.json: "):
+            open_index(source)
+
+
+def test_a_tensor_that_its_file_lacks(tmp_path: Path) -> None:
+    save_file({NORM: torch.ones(4)}, tmp_path / "a.safetensors")
+    places = {NORM: "a.safetensors", DOWN: "a.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    index = open_index(ModelSource(tmp_path, "hf"))
+    with pytest.raises(StartupError, match=rf"a\.safetensors: tensor {DOWN} is missing, though"):
+        index.shape(DOWN)
+    with pytest.raises(StartupError, match=rf"{tmp_path.name}: tensor {Q} is missing"):
+        index.shape(Q)

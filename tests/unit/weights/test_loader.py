@@ -12,7 +12,7 @@ from aioengine.checkpoint.source import DEFAULT_PACKAGE, ModelSource, resolve_mo
 from aioengine.errors import StartupError
 from aioengine.layers.partition import Shard
 from aioengine.weights.index import WeightIndex, open_index
-from aioengine.weights.loader import load_weights
+from aioengine.weights.loader import load_weights, match_weights, unread_weights
 from tests.unit.weights.tiny_llama import random_tensors, write_gguf
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -48,20 +48,15 @@ def index(tmp_path: Path, tensors: dict[str, Tensor]) -> WeightIndex:
 
 def test_shards_padding_and_dtype(index: WeightIndex, tensors: dict[str, Tensor]) -> None:
     shards = {
-        EMBED: Shard(0, 30, 40, 16),
-        DOWN: Shard(1, 128, 256, 128),
-        UP: Shard(0, 512, 512, 8),
+        EMBED: Shard(0, 30, 40, 16, 40),
+        DOWN: Shard(1, 128, 256, 128, 512),
+        UP: Shard(0, 512, 512, 8, 512),
     }
     shapes = {UP: (8, 256), DOWN: (256, 128), NORM: (256,), EMBED: (16, 256)}
     stage = stage_of(shapes, torch.bfloat16)
     seen: list[tuple[int, int]] = []
-    load_weights(
-        stage,
-        index,
-        shards,
-        tie_word_embeddings=True,
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    wanted = match_weights(stage, index, shards, tie_word_embeddings=True)
+    load_weights(wanted, index, lambda done, total: seen.append((done, total)))
     loaded = dict(stage.named_parameters())
     assert torch.equal(loaded[NORM], tensors[NORM].bfloat16())
     assert torch.equal(loaded[DOWN], tensors[DOWN][:, 128:256].bfloat16())
@@ -76,11 +71,46 @@ def test_shards_padding_and_dtype(index: WeightIndex, tensors: dict[str, Tensor]
 
 def test_tied_head_reads_the_embedding(index: WeightIndex, tensors: dict[str, Tensor]) -> None:
     stage = stage_of({HEAD: (20, 256)}, torch.float32)
-    shards = {HEAD: Shard(0, 20, 40, 20)}
-    load_weights(stage, index, shards, tie_word_embeddings=True)
+    shards = {HEAD: Shard(0, 20, 40, 20, 40)}
+    load_weights(match_weights(stage, index, shards, tie_word_embeddings=True), index)
     assert torch.equal(stage.get_parameter(HEAD), tensors[EMBED][20:])
     with pytest.raises(StartupError, match=r"tensor lm_head\.weight is missing"):
-        load_weights(stage, index, shards, tie_word_embeddings=False)
+        match_weights(stage, index, shards, tie_word_embeddings=False)
+
+
+def test_a_tied_head_ignores_one_of_its_own(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors | {HEAD: torch.ones(40, 256)}, tmp_path / "model.safetensors")
+    index = open_index(ModelSource(tmp_path, "hf"))
+    stage = stage_of({HEAD: (40, 256)}, torch.float32)
+    for is_tied, expected in ((True, tensors[EMBED]), (False, torch.ones(40, 256))):
+        load_weights(match_weights(stage, index, {}, tie_word_embeddings=is_tied), index)
+        assert torch.equal(stage.get_parameter(HEAD), expected)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_every_stored_type_into_every_dtype(
+    tmp_path: Path, tensors: dict[str, Tensor], stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    save_file({DOWN: tensors[DOWN].to(stored)}, tmp_path / "model.safetensors")
+    index = open_index(ModelSource(tmp_path, "hf"))
+    stage = stage_of({DOWN: (256, 128)}, dtype)
+    shards = {DOWN: Shard(1, 128, 256, 128, 512)}
+    load_weights(match_weights(stage, index, shards, tie_word_embeddings=False), index)
+    expected = tensors[DOWN][:, 128:256].to(stored).to(dtype)
+    assert torch.equal(stage.get_parameter(DOWN), expected)
+
+
+def test_unread_weights_are_those_that_no_model_has(index: WeightIndex, tmp_path: Path) -> None:
+    published = set(index.names()) - {"rotary.inv_freq", UP}
+    assert unread_weights(index, published) == [UP, "rotary.inv_freq"]
+    tables = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+        HEAD: torch.ones(2),
+        "extra.bias": torch.ones(2),
+    }
+    save_file(tables, tmp_path / "model.safetensors")
+    assert unread_weights(open_index(ModelSource(tmp_path, "hf")), set()) == ["extra.bias"]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +118,9 @@ def test_tied_head_reads_the_embedding(index: WeightIndex, tensors: dict[str, Te
     [
         ((40, 255), None, r"expected shape \[40, 255\], found \[40, 256\]"),
         ((40,), None, r"expected shape \[40\], found \[40, 256\]"),
-        ((24, 256), Shard(0, 24, 48, 24), r"expected shape \[48 or more, 256\], found"),
-        ((24, 250), Shard(0, 0, 24, 24), r"expected shape \[24 or more, 250\], found"),
+        ((24, 256), Shard(0, 24, 48, 24, 48), r"expected shape \[48, 256\], found \[40, 256\]"),
+        ((20, 250), Shard(0, 0, 20, 20, 40), r"expected shape \[40, 250\], found \[40, 256\]"),
+        ((13, 256), Shard(0, 0, 13, 13, 39), r"expected shape \[39, 256\], found \[40, 256\]"),
     ],
 )
 def test_other_shapes_are_refused(
@@ -98,14 +129,14 @@ def test_other_shapes_are_refused(
     stage = stage_of({EMBED: shape}, torch.float32)
     shards = {} if shard is None else {EMBED: shard}
     with pytest.raises(StartupError, match=rf"safetensors: tensor {EMBED}: {message}"):
-        load_weights(stage, index, shards, tie_word_embeddings=False)
+        match_weights(stage, index, shards, tie_word_embeddings=False)
 
 
 def test_gguf_whole(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     write_gguf(tmp_path / "tiny.gguf", tensors, GGMLQuantizationType.F32)
     index = open_index(ModelSource(tmp_path / "tiny.gguf", "gguf"))
     stage = stage_of({name: tuple(t.shape) for name, t in tensors.items()}, torch.float32)
-    load_weights(stage, index, {}, tie_word_embeddings=True)
+    load_weights(match_weights(stage, index, {}, tie_word_embeddings=True), index)
     for name, parameter in stage.named_parameters():
         assert torch.equal(parameter, tensors[name])
 

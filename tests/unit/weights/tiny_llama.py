@@ -8,7 +8,7 @@ from typing import Final
 import gguf
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,6 +25,13 @@ GGUF_NAMES: Final = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+SCALES_AT: Final = {
+    GGMLQuantizationType.Q4_K: (0, 2),
+    GGMLQuantizationType.Q5_K: (0, 2),
+    GGMLQuantizationType.Q6_K: (208,),
+    GGMLQuantizationType.IQ4_NL: (0,),
+}
+"""Bytes of a block where its float16 scales begin."""
 SHAPES: Final = {
     "input_layernorm": (HIDDEN,),
     "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
@@ -72,14 +79,42 @@ def interleave_heads(tensor: Tensor) -> Tensor:
     return heads[:, order].reshape(tensor.shape)
 
 
+def packed_matrix(
+    kind: GGMLQuantizationType, shape: tuple[int, int], rng: np.random.Generator
+) -> NDArray[np.uint8]:
+    """Rows as they lie in a file. Where the library cannot quantise: any bits, sane scales."""
+    try:
+        packed = quantize(rng.standard_normal(shape, dtype=np.float32), kind)
+        return packed.view(np.uint8)
+    except NotImplementedError:
+        block_size, block_bytes = GGML_QUANT_SIZES[kind]
+        blocks = rng.integers(
+            0, 256, (shape[0], shape[1] // block_size, block_bytes), dtype=np.uint8
+        )
+        for at in SCALES_AT[kind]:
+            scales = rng.uniform(0.01, 0.02, blocks.shape[:2]).astype(np.float16)
+            blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+        return blocks.reshape(shape[0], -1)
+
+
+def halves_of_heads(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Undoes `interleave_heads`: even rows of a head first, then the odd ones."""
+    order = [*range(0, HEAD_DIM, 2), *range(1, HEAD_DIM, 2)]
+    return values.reshape(-1, HEAD_DIM, values.shape[-1])[:, order].reshape(values.shape)
+
+
 def write_gguf(
     path: Path,
     tensors: dict[str, Tensor],
     kind: GGMLQuantizationType,
     extra: Mapping[str, NDArray[np.uint8]] = MappingProxyType({}),
+    tensors_per_part: int = 0,
 ) -> None:
-    """Matrices become `kind`, vectors stay float32. `extra`: packed bytes under GGUF names."""
-    writer = gguf.GGUFWriter(path, "llama")
+    """Matrices become `kind`, vectors stay float32. `extra`: packed bytes under GGUF names.
+
+    With `tensors_per_part` several files, whose names follow from `path`.
+    """
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=tensors_per_part)
     writer.add_block_count(2)
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)

@@ -1,5 +1,7 @@
 """How many KV blocks a rank takes, and what it says when they are too few."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,8 +9,17 @@ from aioengine.config import EngineConfig
 from aioengine.errors import StartupError
 from aioengine.model_config import ModelConfig, RopeConfig
 from aioengine.worker.kv_store import KVShape
-from aioengine.worker.memory import kv_budget, num_kv_blocks
+from aioengine.worker.memory import (
+    KVBudget,
+    Memory,
+    cpu_kv_budget,
+    cuda_kv_budget,
+    free_cpu_bytes,
+    num_kv_blocks,
+)
 
+CPU = torch.device("cpu")
+GIB = 2**30
 MODEL = ModelConfig(
     family="llama",
     name="tiny",
@@ -30,7 +41,8 @@ def blocks(budget: int, **settings: int) -> int:
     """For a model of 64 positions and blocks of 1000 bytes."""
     config = EngineConfig(block_size=16, max_num_seqs=8, **settings)
     length = config.max_model_len or 64
-    return num_kv_blocks(config, budget=budget, block_bytes=1000, max_model_len=length)
+    granted = KVBudget(budget, "as granted")
+    return num_kv_blocks(config, budget=granted, block_bytes=1000, max_model_len=length)
 
 
 def test_the_budget_counts() -> None:
@@ -47,7 +59,9 @@ def test_given_bytes_are_taken_in_full() -> None:
 
 def test_one_block_is_enough_for_a_model_without_a_given_length() -> None:
     assert blocks(2000) == 2
-    with pytest.raises(StartupError, match=r"a single block needs 2000 bytes .* only 1999"):
+    with pytest.raises(
+        StartupError, match=r"a single block needs 2000 bytes .* only 1999 .*granted"
+    ):
         blocks(1999)
 
 
@@ -58,10 +72,63 @@ def test_a_given_length_must_fit() -> None:
 
 
 def test_ranks_of_a_node_share_its_memory() -> None:
-    cpu = torch.device("cpu")
-    alone = kv_budget(EngineConfig(), cpu, 1)
-    assert 0 < kv_budget(EngineConfig(), cpu, 1000) < alone
-    assert kv_budget(EngineConfig(kv_cache_memory_bytes=77), cpu, 1000) == 77
+    assert cpu_kv_budget(8 * GIB, 1).num_bytes == 2 * GIB
+    shared = cpu_kv_budget(8 * GIB, 4)
+    assert shared.num_bytes == GIB // 2
+    assert shared.reason == "25% of 8.00 GiB free memory over 4 ranks of this node"
+    assert cpu_kv_budget(1000 * GIB, 2).num_bytes == 4 * GIB
+
+
+def test_cuda_keeps_what_is_in_use_and_what_a_step_needs() -> None:
+    budget = cuda_kv_budget(80 * GIB, 60 * GIB, step_bytes=2 * GIB, utilization=0.9)
+    assert budget.num_bytes == 50 * GIB
+    assert "0.9 of 80.00 GiB, less 20.00 GiB in use and 2.00 GiB" in budget.reason
+    assert cuda_kv_budget(80 * GIB, GIB, step_bytes=0, utilization=0.5).num_bytes == 0
+
+
+def test_weights_and_given_bytes_must_fit_beside_the_other_ranks() -> None:
+    memory = Memory(CPU, 8 * GIB, num_sharing=2)
+    memory.check_weights(4 * GIB, torch.float32)
+    with pytest.raises(StartupError, match=r"4\.00 GiB in torch.float32, but the 2 ranks .* 8\.00"):
+        memory.check_weights(4 * GIB + 1, torch.float32)
+    config = EngineConfig(kv_cache_memory_bytes=3 * GIB)
+    assert memory.kv_budget(config).num_bytes == 3 * GIB
+    alone = Memory(CPU, 2 * GIB, num_sharing=1)
+    with pytest.raises(StartupError, match=r"--kv-cache-memory-bytes 3221225472 .* 2\.00 GiB are"):
+        alone.kv_budget(config)
+
+
+def test_without_flags_a_share_of_this_machine_is_taken() -> None:
+    memory = Memory.measure(CPU, 1000)
+    assert 0 < memory.kv_budget(EngineConfig()).num_bytes < memory.free / 1000
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("0::/\n", {}, 1024000),
+        ("0::/job/step\n", {"job": (5000, 4000, 300)}, 1300),
+        ("0::/job/step\n", {"job": (5000, 4000, 300), "job/step": ("max", 10, 0)}, 1300),
+        ("0::/job/step\n", {"job": (5000, 4000, 0), "job/step": (500, 700, 100)}, 0),
+        ("4:cpu,memory:/job\n0::/\n", {"memory/job": (5000, 4000, 300)}, 1300),
+        ("4:cpu:/job\n", {"memory/job": (5000, 4000, 300)}, 1024000),
+    ],
+)
+def test_control_groups_count(
+    tmp_path: Path, cgroup: str, files: dict[str, tuple[object, int, int]], expected: int
+) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 2000 kB\nMemAvailable:  1000 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text(cgroup)
+    for name, (limit, used, pages) in files.items():
+        directory = tmp_path / "cgroup" / name
+        directory.mkdir(parents=True, exist_ok=True)
+        first = name.startswith("memory/")
+        (directory / ("memory.limit_in_bytes" if first else "memory.max")).write_text(f"{limit}\n")
+        (directory / ("memory.usage_in_bytes" if first else "memory.current")).write_text(f"{used}")
+        prefix = "total_" if first else ""
+        (directory / "memory.stat").write_text(f"anon 1\n{prefix}inactive_file {pages}\n")
+    assert free_cpu_bytes(tmp_path / "proc", tmp_path / "cgroup") == expected
 
 
 def test_cache_of_a_tensor_parallel_stage() -> None:

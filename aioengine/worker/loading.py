@@ -1,0 +1,116 @@
+"""This rank's stage of the model: how large it is, and its weights from the checkpoint."""
+
+import logging
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from aioengine.checkpoint.source import ModelSource
+from aioengine.dist.groups import GroupCoordinator
+from aioengine.errors import StartupError
+from aioengine.model_config import ModelConfig
+from aioengine.models.llama import LlamaStage
+from aioengine.models.registry import STAGES
+from aioengine.weights.index import WeightIndex, open_index
+from aioengine.weights.loader import Wanted, load_weights, match_weights, unread_weights
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What a stage is built from, apart from the device."""
+
+    cfg: ModelConfig
+    layers: range
+    is_first: bool
+    is_last: bool
+    tp: GroupCoordinator
+    dtype: torch.dtype
+
+    def build(self, device: torch.device) -> LlamaStage:
+        """With uninitialised parameters."""
+        return STAGES[self.cfg.family](
+            self.cfg,
+            self.layers,
+            is_first=self.is_first,
+            is_last=self.is_last,
+            tp=self.tp,
+            dtype=self.dtype,
+            device=device,
+        )
+
+    def outline(self) -> LlamaStage:
+        """Names and shapes of the parameters, without memory behind them."""
+        cfg = msgspec.structs.replace(self.cfg, max_position=1)
+        return replace(self, cfg=cfg).build(torch.device("meta"))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's parameters."""
+        return sum(parameter.nbytes for parameter in self.outline().parameters())
+
+    @property
+    def whole_model(self) -> "StagePlan":
+        """As if there were one stage."""
+        layers = range(self.cfg.num_layers)
+        return replace(self, layers=layers, is_first=True, is_last=True)
+
+
+def load_stage(
+    plan: StagePlan, source: ModelSource, device: torch.device, *, speaks: bool
+) -> LlamaStage:
+    """Build and fill a stage. One rank of a launch `speaks`: it shows progress and warns.
+
+    Raises StartupError that names file and tensor for what is missing, unreadable or of another
+    shape.
+    """
+    index = open_index(source)
+    if speaks:
+        _warn_of_unread(index, plan.whole_model)
+    stage = plan.build(device)
+    with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not speaks) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        load_weights(_match(stage, index, plan), index, show)
+    return stage
+
+
+def check_checkpoint(source: ModelSource, cfg: ModelConfig) -> None:
+    """StartupError, like `load_stage`, for what is wrong with any tensor's place or shape.
+
+    Every rank looks at the whole model, before it meets another: a launch with a broken checkpoint
+    ends on all ranks at once. Needs no group and no device, and reads no tensor.
+    """
+    index = open_index(source)
+    if cfg.num_layers > len(index.names()):
+        raise StartupError(
+            f"{source.path}: {cfg.num_layers} layers, but only {len(index.names())} tensors"
+        )
+    alone = GroupCoordinator("outline", (0,), 0, device=torch.device("meta"))
+    plan = StagePlan(cfg, range(cfg.num_layers), True, True, tp=alone, dtype=torch.float32)
+    _match(plan.outline(), index, plan)
+
+
+def _match(stage: LlamaStage, index: WeightIndex, plan: StagePlan) -> list[Wanted]:
+    return match_weights(
+        stage, index, stage.shards(), tie_word_embeddings=plan.cfg.tie_word_embeddings
+    )
+
+
+def _warn_of_unread(index: WeightIndex, model: StagePlan) -> None:
+    unread = unread_weights(index, dict(model.outline().named_parameters()))
+    if unread:
+        logger.warning(
+            "%d tensors of the checkpoint are not part of the model and stay unread: %s%s",
+            len(unread),
+            ", ".join(unread[:MAX_NAMES_SHOWN]),
+            ", …" if len(unread) > MAX_NAMES_SHOWN else "",
+        )
