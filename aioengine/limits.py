@@ -12,6 +12,8 @@ MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 256
+MAX_LOGIT_BIAS: Final = 1024
+"""Entries of one request."""
 MAX_SEED: Final = 2**63 - 1
 
 MAX_TEMPLATE_OUTPUT_CHARS: Final = 2 * MAX_BODY_BYTES
@@ -29,8 +31,10 @@ BYTES_PER_TOKEN_ID: Final = 5
 
 def max_frame_bytes(max_model_len: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """Largest control frame a correct launch can produce: a prompt, a plan or a step's results."""
-    prompt = max_model_len * BYTES_PER_TOKEN_ID
+    num_seqs = min(max_num_seqs, max_num_batched_tokens)
+    params = MAX_STOP_TOKEN_IDS * BYTES_PER_TOKEN_ID + MAX_LOGIT_BIAS * 16 + 2048
+    prompt = max_model_len * BYTES_PER_TOKEN_ID + params
     blocks = max_model_len * BYTES_PER_TOKEN_ID
-    plan = max_num_batched_tokens * BYTES_PER_TOKEN_ID + blocks + max_num_seqs * 2048
-    results = max_num_seqs * (MAX_LOGPROBS + 1) * 16
-    return 2**16 + max(prompt, plan, results) + MAX_STOP_TOKEN_IDS * BYTES_PER_TOKEN_ID
+    plan = 2 * max_num_batched_tokens * BYTES_PER_TOKEN_ID + blocks + num_seqs * params
+    results = (num_seqs + max_num_batched_tokens) * (MAX_LOGPROBS + 2) * 16
+    return 2**16 + max(prompt, plan, results)

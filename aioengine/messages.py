@@ -75,6 +75,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+    """1 + how many tokens were more probable than this one; 0: not known."""
 
 
 class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -218,6 +220,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     history: tuple[SlotHistory, ...] = ()
     """For the output rank only; the executor leaves it out for the others. At most
     `--max-num-batched-tokens` ids."""
+
+    def without_history(self) -> "StepPlan":
+        return StepPlan(self.new_slots, self.steps, self.share_sampled)
 
     @property
     def is_empty(self) -> bool:
