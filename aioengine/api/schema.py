@@ -78,7 +78,8 @@ class SamplingBody(msgspec.Struct, kw_only=True):
         entries = self.logit_bias or {}
         if len(entries) > limits.MAX_LOGIT_BIAS:
             raise invalid(
-                f"at most {limits.MAX_LOGIT_BIAS} entries, got {len(entries)}", "logit_bias"
+                f"logit_bias has {len(entries)} entries, the limit is {limits.MAX_LOGIT_BIAS}",
+                "logit_bias",
             )
         biases = []
         for name, bias in entries.items():
