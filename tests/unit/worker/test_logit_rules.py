@@ -265,7 +265,7 @@ def prepared(params: dict[str, Any], num_rows: int) -> tuple[LogitRules, Samplin
     return rules, tell(rules, *tenants)
 
 
-NUM_DRAWS = 20000
+NUM_DRAWS = 10000
 CHI_SQUARE_999 = {1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 6: 22.5, 7: 24.3, 8: 26.1, 9: 27.9}
 CHI_SQUARE_999 |= {10: 29.6, 11: 31.3, 12: 32.9}
 """99.9 % quantiles by degrees of freedom."""
