@@ -54,14 +54,20 @@ def test_prompt_logprobs_compute_every_token() -> None:
     assert replica.scheduler.stats().prefix_cache_queries == len(PROMPT)
 
 
-def test_after_preemption_prompt_logprobs_are_not_repeated() -> None:
-    """Two requests that do not fit together: one starts over with its prompt delivered or not."""
-    sizes = Sizes(num_blocks=13, max_model_len=48, max_num_batched_tokens=8, num_slots=2)
-    replica = Replica(sizes)
-    replica.add(PROMPT[:6], max_tokens=30)
-    replica.add(PROMPT[:22], max_tokens=20, prompt_logprobs=0, frequency_penalty=1.0)
+def test_what_was_delivered_before_a_preemption_is_not_repeated() -> None:
+    """A plan of others fails between the chunks of a prompt, which is then computed again."""
+    replica = Replica(Sizes(max_model_len=128, max_num_batched_tokens=16, num_stages=2))
+    key = replica.add(PROMPT, prompt_logprobs=0, frequency_penalty=1.0)
+    replica.schedule()
+    replica.apply()
+    replica.add(PROMPT[:5])
+    assert len(replica.clients[key].prompt_logprobs) == 16
+    other = replica.schedule(fails=True)
+    assert [len(step.token_ids) for step in other.steps] == [5]
+    replica.apply()
+    assert replica.scheduler.stats().num_preemptions == 1
     replica.drain()
-    assert replica.scheduler.stats().num_preemptions > 0
+    assert len(replica.clients[key].prompt_logprobs) == len(PROMPT) - 1
 
 
 def test_delivered_prompt_logprobs_are_not_asked_for_again() -> None:
