@@ -60,7 +60,7 @@ def test_what_was_delivered_before_a_preemption_is_not_repeated() -> None:
     key = replica.add(PROMPT, prompt_logprobs=0, frequency_penalty=1.0)
     replica.schedule()
     replica.apply()
-    replica.add(PROMPT[:5])
+    replica.add((9, 9, 9, 9, 9))
     assert len(replica.clients[key].prompt_logprobs) == 16
     other = replica.schedule(fails=True)
     assert [len(step.token_ids) for step in other.steps] == [5]
