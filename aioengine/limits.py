@@ -14,6 +14,8 @@ MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 256
+MAX_LOGIT_BIAS: Final = 1024
+"""Entries of one request."""
 MAX_SEED: Final = 2**63 - 1
 
 MAX_TEMPLATE_OUTPUT_CHARS: Final = 2 * MAX_BODY_BYTES
@@ -34,10 +36,12 @@ def max_frame_bytes(
 ) -> int:
     """Largest control frame a correct launch can produce: a prompt, a plan or a step's results.
 
-    A plan may bring every slot's whole block table at once: prefix hits cost no token budget.
+    A plan may bring every slot's whole block table at once (prefix hits cost no token budget), and
+    as much history as tokens. Results may describe every prompt token of a step.
     """
-    prompt = (max_model_len + MAX_STOP_TOKEN_IDS) * BYTES_PER_TOKEN_ID
+    params = MAX_STOP_TOKEN_IDS * BYTES_PER_TOKEN_ID + MAX_LOGIT_BIAS * 16 + 2048
+    prompt = max_model_len * BYTES_PER_TOKEN_ID + params
     block_table = -(-max_model_len // block_size) * BYTES_PER_TOKEN_ID
-    plan = max_num_batched_tokens * BYTES_PER_TOKEN_ID + num_slots * (block_table + 2048)
-    results = num_slots * (MAX_LOGPROBS + 1) * 16
+    plan = 2 * max_num_batched_tokens * BYTES_PER_TOKEN_ID + num_slots * (block_table + params)
+    results = (num_slots + max_num_batched_tokens) * (MAX_LOGPROBS + 2) * 16
     return 2**16 + max(prompt, plan, results)

@@ -97,6 +97,8 @@ def choice_specs(
         raise invalid(
             f"n × prompts is {n * len(prompts)}, the limit is {limits.MAX_CHOICES_PER_REQUEST}", "n"
         )
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs does not go with stream", "prompt_logprobs")
     stop = body.stop_strings()
     seed = api.seeds.getrandbits(63) if body.seed is None else body.seed & limits.MAX_SEED
     specs = []
@@ -174,6 +176,35 @@ def _sampling_params(
     logprobs: int | None,
 ) -> SamplingParams:
     temperature = 1.0 if body.temperature is None else body.temperature
+    repetition_penalty = 1.0 if body.repetition_penalty is None else body.repetition_penalty
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid(
+            f"min_tokens is {min_tokens}, but at most {max_tokens} tokens will be generated",
+            "min_tokens",
+        )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=max(body.top_k or 0, 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        seed=seed,
+        choice_index=choice_index,
+        min_tokens=min_tokens,
+        stop_token_ids=_stop_token_ids(model, body),
+        logprobs=logprobs,
+        # Choices of one prompt share its log probabilities: only the first computes them.
+        prompt_logprobs=body.prompt_logprobs if choice_index == 0 else None,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=repetition_penalty,
+        logit_bias=body.biased_logits(model.config.vocab_size),
+    )
+
+
+def _stop_token_ids(model: ServedModel, body: SamplingBody) -> tuple[int, ...]:
+    """The client's, and the model's end-of-sequence tokens unless they are to be ignored."""
     stop_ids = list(body.stop_token_ids or [])
     if len(stop_ids) > limits.MAX_STOP_TOKEN_IDS:
         raise invalid(
@@ -186,17 +217,7 @@ def _sampling_params(
         )
     if not body.ignore_eos:
         stop_ids += model.eos_token_ids
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_k=max(body.top_k or 0, 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=body.min_p or 0.0,
-        seed=seed,
-        choice_index=choice_index,
-        stop_token_ids=tuple(dict.fromkeys(stop_ids)),
-        logprobs=logprobs,
-    )
+    return tuple(dict.fromkeys(stop_ids))
 
 
 def start_generation(api: Api, request: web.Request, specs: list[ChoiceSpec]) -> Generation:

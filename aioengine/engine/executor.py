@@ -56,7 +56,8 @@ class _PendingCall:
 class Executor:
     """Sends jobs to this rank's device thread and to the peers, and collects what comes back.
 
-    `on_step` gets every finished step in plan order. Loop thread only.
+    `output_rank` is the one that samples: token history goes to no other. `on_step` gets every
+    finished step in plan order. Loop thread only.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Executor:
         device: DeviceThread,
         worker: DeviceWorker,
         peers: dict[int, Link],
+        output_rank: int,
         on_step: Callable[[StepDone | StepFailed], None],
         on_drain: Callable[[DrainRequested], None],
     ) -> None:
@@ -73,6 +75,7 @@ class Executor:
         self._device = device
         self._worker = worker
         self._peers = peers
+        self._output_rank = output_rank
         self._on_step = on_step
         self._on_drain = on_drain
         self._seq = 0
@@ -157,10 +160,15 @@ class Executor:
 
     def _send(self, job: Job) -> int:
         self._seq += 1
-        if self._peers:
+        links = dict(self._peers)
+        if isinstance(job, StepPlan) and job.history:
+            if (output := links.pop(self._output_rank, None)) is not None:
+                output.send(Ordered(self._seq, job))
+            job = job.without_history()
+        if links:
             message = Ordered(self._seq, job)
             data = frame(message)
-            for link in self._peers.values():
+            for link in links.values():
                 link.send_frame(data, message)
         return self._seq
 

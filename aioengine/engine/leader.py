@@ -15,6 +15,7 @@ from aioengine.engine.device import DeviceThread, DeviceWorker
 from aioengine.engine.executor import Executor, StepDone, StepFailed
 from aioengine.engine.replica import open_replica
 from aioengine.errors import EngineError, ReplicaFailedError, StartupTimeoutError, StepTimeoutError
+from aioengine.layout import ParallelLayout
 from aioengine.messages import (
     Abort,
     AddRequest,
@@ -80,8 +81,19 @@ class Leader:
         self._carriers = {source: info for source, (_, info) in front_ends.items()}
         # Bounded by admission at the front ends and by the number of plans in flight.
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        replica = ParallelLayout(
+            tp_size=config.tensor_parallel_size,
+            pp_size=config.pipeline_parallel_size,
+            pcp_size=config.prefill_context_parallel_size,
+        )
         self._executor = Executor(
-            watch, device, worker, peers, self._inbox.put_nowait, self.request_drain
+            watch,
+            device,
+            worker,
+            peers,
+            watch.me.rank + replica.output_rank_in_replica,
+            self._inbox.put_nowait,
+            self.request_drain,
         )
         self._front_end_beats = Heartbeats(config.heartbeat_seconds)
         self._deltas: dict[str, list[RequestDelta]] = {source: [] for source in front_ends}
