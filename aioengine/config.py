@@ -216,7 +216,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[str, _meta("api", "Clients must send it as Bearer token.", min_length=1)] | None
     ) = None
     admin_api_key: (
-        Annotated[str, _meta("api", "Key of the administrative routes.", min_length=1)] | None
+        Annotated[
+            str, _meta("api", "Key of the administrative routes. Not available yet.", min_length=1)
+        ]
+        | None
     ) = None
     metrics_require_key: Annotated[bool, _meta("api", "Put /metrics under the API key.")] = False
     root_path: Annotated[str, _meta("api", "Path prefix of every route behind a proxy.")] = ""
@@ -294,6 +297,7 @@ def refuse_unsupported(config: EngineConfig) -> None:
         "--external-data-parallel-size other than 1": config.external_data_parallel_size != 1,
         "--enable-expert-parallel": config.enable_expert_parallel,
         "--quantization": config.quantization is not None,
+        "--admin-api-key": config.admin_api_key is not None,
         "--distributed-executor-backend other than auto": config.distributed_executor_backend
         != "auto",
     }

@@ -1,6 +1,7 @@
 """Command line and TOML file -> EngineConfig. Flags win over the file, the file over defaults."""
 
 import argparse
+import difflib
 import re
 import tomllib
 from collections.abc import Sequence
@@ -27,7 +28,12 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(1, f"{self.prog}: error: {message} (--help lists what there is)\n")
+        hint = "--help lists what there is"
+        if match := re.match(r"unrecognized arguments: (-\S+)", message):
+            known = [flag for action in self._actions for flag in action.option_strings]
+            if close := difflib.get_close_matches(match[1], known, 1):
+                hint = f"did you mean {close[0]}? {hint}"
+        self.exit(1, f"{self.prog}: error: {message} ({hint})\n")
 
 
 def build_parser(prog: str, description: str) -> CommandParser:

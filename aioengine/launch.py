@@ -295,7 +295,7 @@ class Rank:
             coords.pcp,
             coords.tp,
         )
-        log.info("launcher: %s %s", setup.env.kind, setup.env.echo)
+        log.info("launcher: %s", " ".join((setup.env.kind, setup.env.echo)).strip())
 
     # --- meeting the others
 
@@ -474,6 +474,8 @@ class Rank:
         await wait_first(
             front_end.idle, front_end.all_failed, signals.second, limit_s=signals.drain_limit_s
         )
+        if front_end.num_live:
+            log.warning("the time for draining is over: %d requests cut off", front_end.num_live)
         front_end.end_streams("the server is shutting down")
 
     async def _hold_for_blame(self) -> None:

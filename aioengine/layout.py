@@ -7,10 +7,21 @@ into runs of `dcp_size`.
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 Axis = Literal["tp", "dcp", "pcp", "pp", "dp", "ep"]
 AXES: tuple[Axis, ...] = ("tp", "dcp", "pcp", "pp", "dp", "ep")
+
+
+SIZE_FLAGS: Final = {
+    "external_dp_size": "--external-data-parallel-size",
+    "dp_size": "--data-parallel-size",
+    "pp_size": "--pipeline-parallel-size",
+    "pcp_size": "--prefill-context-parallel-size",
+    "tp_size": "--tensor-parallel-size",
+    "dcp_size": "--decode-context-parallel-size",
+}
+"""The flag behind each size, for error texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,7 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         for name, size in asdict(self).items():
             if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+                raise ValueError(f"{SIZE_FLAGS[name]} must be at least 1, got {size}")
         if self.tp_size % self.dcp_size:
             raise ValueError(
                 f"--decode-context-parallel-size {self.dcp_size} must divide "

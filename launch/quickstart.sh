@@ -30,9 +30,10 @@ start_server() {
     run_dir=$(mktemp -d "${TMPDIR:-/tmp}/aioengine-quickstart.XXXXXX")
     log=$run_dir/server.log
     endpoint_file=$run_dir/endpoint
+    : >"$log" # there before anything wants to show it
     # A session of its own: neither Ctrl-C here nor the end of this script reaches the server.
     setsid "$VENV/bin/aioengine" serve -tp 2 --port 0 "${serve_flags[@]}" \
-        --endpoint-file "$endpoint_file" </dev/null >"$log" 2>&1 &
+        --endpoint-file "$endpoint_file" </dev/null >>"$log" 2>&1 &
     server_pid=$!
 }
 
@@ -99,7 +100,7 @@ trap 'interrupted 130' INT
 trap 'interrupted 143' TERM
 
 install run
-say "starting aioengine serve -tp 2 ${serve_flags[*]}"
+say "starting aioengine serve -tp 2${serve_flags[*]:+ ${serve_flags[*]}}"
 start_server
 wait_ready
 
@@ -120,8 +121,10 @@ cat <<TEXT
   $VENV_PYTHON launch/ask.py $url "your question"
 
   curl $url/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{"messages": [{"role": "user", "content": "your question"}]}'
+    -d '{"messages": [{"role": "user", "content": "your question"}], "max_tokens": 50, "temperature": 0}'
 
-  kill $server_pid    # stops it, after the answers in flight
+  kill $server_pid    # stops it; answers in flight get 25 s to end
+
+Two ranks show how it works; on a CPU, one rank is faster for a model this small.
 TEXT
 server_pid="" # left alive on purpose

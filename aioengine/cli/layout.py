@@ -6,15 +6,23 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from aioengine.layout import AXES, Axis, ParallelLayout
+from aioengine.layout import AXES, SIZE_FLAGS, Axis, ParallelLayout
 
-SIZE_FLAGS: Final = {
-    "tp_size": ("--tensor-parallel-size", "-tp"),
-    "pp_size": ("--pipeline-parallel-size", "-pp"),
-    "dp_size": ("--data-parallel-size", "-dp"),
-    "pcp_size": ("--prefill-context-parallel-size", "-pcp"),
-    "dcp_size": ("--decode-context-parallel-size", "-dcp"),
-    "external_dp_size": ("--external-data-parallel-size",),
+ALIASES: Final = {
+    "tp_size": ("-tp",),
+    "pp_size": ("-pp",),
+    "dp_size": ("-dp",),
+    "pcp_size": ("-pcp",),
+    "dcp_size": ("-dcp",),
+    "external_dp_size": (),
+}
+HELP: Final = {
+    "tp_size": "ranks that share every layer",
+    "pp_size": "stages that the layers are cut into",
+    "dp_size": "replicas",
+    "pcp_size": "ranks that share a prompt",
+    "dcp_size": "ranks of a tp group that share its KV cache",
+    "external_dp_size": "launches side by side",
 }
 MEANING: Final[dict[Axis, str]] = {
     "tp": "share every layer",
@@ -27,8 +35,10 @@ MEANING: Final[dict[Axis, str]] = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    for dest, names in SIZE_FLAGS.items():
-        parser.add_argument(*names, dest=dest, type=int, metavar="N", default=1)
+    for dest, aliases in ALIASES.items():
+        parser.add_argument(
+            SIZE_FLAGS[dest], *aliases, dest=dest, type=int, metavar="N", default=1, help=HELP[dest]
+        )
     parser.add_argument(
         "--json", action="store_true", default=False, help="one JSON object instead of a table"
     )

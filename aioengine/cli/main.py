@@ -27,6 +27,9 @@ COMMANDS: Final = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        _top_parser().print_help()
+        return 1
     name = _top_parser().parse_args(argv[:1]).command
     # Imported by name, and only the one that was asked for: `serve` brings torch, which takes
     # seconds, and `aioengine layout` must answer at once.

@@ -1,6 +1,7 @@
 """Serve a model on this machine: starts every rank as torchrun would and stays until they end."""
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -66,6 +67,8 @@ def to_argv(given: dict[str, Any]) -> list[str]:
 
 def launch(rank_argv: list[str], num_ranks: int, shutdown_timeout_s: int) -> int:
     """Run torchrun's elastic agent in this process; returns the exit status."""
+    # The ranks' own log says what happened, and which of them was first.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="aioengine-") as log_dir:
         config = LaunchConfig(
             min_nodes=1,

@@ -1,6 +1,7 @@
 """This rank's stage of the model: how large it is, and its weights from the checkpoint."""
 
 import logging
+import sys
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -73,14 +74,31 @@ def load_stage(
     if speaks:
         _warn_of_unread(index, plan.whole_model)
     stage = plan.build(device)
+    matched = _match(stage, index, plan)
+    if speaks and not sys.stderr.isatty():
+        load_weights(matched, index, _QuarterLines())
+        return stage
     with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not speaks) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        load_weights(_match(stage, index, plan), index, show)
+        load_weights(matched, index, show)
     return stage
+
+
+class _QuarterLines:
+    """Progress for a log: a line at each quarter instead of a bar."""
+
+    def __init__(self) -> None:
+        self._quarters = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        quarters = 4 * done // total
+        if quarters > self._quarters:
+            self._quarters = quarters
+            logger.info("loading weights: %d %% of %.0f MB", 25 * quarters, total / 1e6)
 
 
 def check_checkpoint(source: ModelSource, cfg: ModelConfig) -> None:

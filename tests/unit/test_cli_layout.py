@@ -60,9 +60,7 @@ def test_sizes_that_do_not_fit_are_one_line_on_stderr(capsys: pytest.CaptureFixt
     assert captured.err.startswith("aioengine layout: error: --decode-context-parallel-size 2")
 
 
-@pytest.mark.parametrize(
-    "argv", [["layout", "-tp", "two"], ["layout", "--nonsense"], ["nonsense"], []]
-)
+@pytest.mark.parametrize("argv", [["layout", "-tp", "two"], ["layout", "--nonsense"], ["nonsense"]])
 def test_wrong_usage_exits_with_1(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
@@ -92,3 +90,14 @@ def test_layout_starts_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_no_command_prints_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 1
+    assert "serve" in capsys.readouterr().out
+
+
+def test_a_near_miss_is_answered_with_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["layout", "--tp", "2"])
+    assert "did you mean -tp?" in capsys.readouterr().err

@@ -165,7 +165,7 @@ def test_both_auto_is_refused() -> None:
 
 
 def test_sizes_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="tp_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="--tensor-parallel-size must be at least 1, got 0"):
         ParallelLayout(tp_size=0)
     with pytest.raises(ValueError, match="--decode-context-parallel-size 2 must divide"):
         ParallelLayout(tp_size=3, dcp_size=2)
