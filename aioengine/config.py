@@ -212,8 +212,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "Which ranks serve HTTP: rank 0, or every leader, each at --port plus its DP rank.",
         ),
     ] = "rank0"
-    api_key: Annotated[str, _meta("api", "Clients must send it as Bearer token.")] | None = None
-    admin_api_key: Annotated[str, _meta("api", "Key of the administrative routes.")] | None = None
+    api_key: (
+        Annotated[str, _meta("api", "Clients must send it as Bearer token.", min_length=1)] | None
+    ) = None
+    admin_api_key: (
+        Annotated[str, _meta("api", "Key of the administrative routes.", min_length=1)] | None
+    ) = None
     metrics_require_key: Annotated[bool, _meta("api", "Put /metrics under the API key.")] = False
     root_path: Annotated[str, _meta("api", "Path prefix of every route behind a proxy.")] = ""
     max_concurrent_requests: Annotated[
@@ -278,6 +282,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 PER_RANK_FIELDS: Final = frozenset({"host_ip", "log_dir", "log_level", "endpoint_file"})
 """Fields that may differ between the ranks of a launch."""
+SECRET_FIELDS: Final = frozenset({"api_key", "admin_api_key"})
+"""Fields whose values no log may show."""
 
 
 def refuse_unsupported(config: EngineConfig) -> None:
@@ -299,7 +305,7 @@ def refuse_unsupported(config: EngineConfig) -> None:
 def config_differences(mine: EngineConfig, theirs: EngineConfig) -> list[str]:
     """One "field: mine != theirs" per setting that all ranks must agree on but do not."""
     return [
-        f"{name}: {a!r} != {b!r}"
+        f"{name} (secret)" if name in SECRET_FIELDS else f"{name}: {a!r} != {b!r}"
         for name in mine.__struct_fields__
         if name not in PER_RANK_FIELDS
         and (a := getattr(mine, name)) != (b := getattr(theirs, name))

@@ -4,7 +4,7 @@ import argparse
 import re
 import tomllib
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
 
 import msgspec
 
@@ -20,19 +20,27 @@ GROUPS: Final = {
 }
 
 
-def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
+class CommandParser(argparse.ArgumentParser):
+    """Only what was given reaches the namespace; a wrong command line ends with status 1."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(1, f"{self.prog}: error: {message} (--help lists what there is)\n")
+
+
+def build_parser(prog: str, description: str) -> CommandParser:
     """A parser for a command whose only arguments are the settings."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
-    )
+    parser = CommandParser(prog=prog, description=description)
     add_flags(parser)
     return parser
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: CommandParser) -> None:
     """One flag per EngineConfig field, grouped, plus `--config`.
 
-    The parser's `argument_default` must be SUPPRESS: only what was given reaches `config_from`.
+    `config_from` turns what was given into the configuration.
     """
     parser.add_argument(
         "--config", metavar="FILE.toml", help="Settings by field name; flags on the line win."

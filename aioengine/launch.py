@@ -48,8 +48,9 @@ from aioengine.engine.peer import Peer
 from aioengine.errors import EngineError, StartupError
 from aioengine.flags import build_parser, parse_config
 from aioengine.frontend.front_end import FrontEnd
-from aioengine.frontend.text import TextPool, load_served_model
+from aioengine.frontend.text import ServedModel, TextPool, load_served_model
 from aioengine.layout import ParallelLayout
+from aioengine.limits import max_frame_bytes
 from aioengine.messages import DrainRequested, Endpoint, Member, RankInfo, Roster
 from aioengine.model_config import ModelConfig
 from aioengine.worker.loading import check_checkpoint
@@ -163,8 +164,11 @@ def set_up_logging(setup: Setup) -> None:
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if config.log_dir is not None:
         directory = Path(config.log_dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(directory / f"rank{info.rank}.log"))
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            handlers.append(logging.FileHandler(directory / f"rank{info.rank}.log"))
+        except OSError as error:
+            raise ValueError(f"--log-dir {directory}: {error.strerror}") from None
     logging.basicConfig(
         level=config.log_level.upper(),
         format=f"%(asctime)s.%(msecs)03d %(levelname)-7s [rank {info.rank} {info.coords}] "
@@ -181,6 +185,7 @@ async def run_rank(setup: Setup) -> int:
     life = asyncio.current_task()
     assert life is not None
     signals.on_first = lambda: rank.on_drain_signal(life)
+    signals.on_stuck_orphan = lambda: leave(EXIT_LOST_PEER)
     asyncio.get_running_loop().set_exception_handler(rank.on_loop_error)
     try:
         return await rank.live()
@@ -258,10 +263,12 @@ class Rank:
         )
         async with asyncio.TaskGroup() as tasks:
             if setup.has_front_end:
+                leaders = [links.roster.members[rank].info for rank in setup.layout.leaders]
                 self._front_end = FrontEnd(
                     front_end_name(setup.env.rank),
-                    links.replicas,
-                    setup.config.max_concurrent_requests,
+                    list(zip(links.replicas, leaders, strict=True)),
+                    max_concurrent_requests=setup.config.max_concurrent_requests,
+                    heartbeat_seconds=setup.config.heartbeat_seconds,
                 )
                 tasks.create_task(self._serve(self._front_end), name="front end")
             running = tasks.create_task(self._run_engine(links, device, worker), name="engine")
@@ -307,6 +314,12 @@ class Rank:
                 num_ranks=setup.env.world_size,
                 job_secret=setup.env.job_secret,
                 address=setup.address,
+                max_frame_bytes=max_frame_bytes(
+                    max_model_len=setup.config.max_model_len or setup.model.max_position,
+                    max_num_batched_tokens=setup.config.max_num_batched_tokens,
+                    num_slots=setup.config.num_slots,
+                    block_size=setup.config.block_size,
+                ),
             )
             try:
                 roster = await bootstrap.join(store, self._entry, self._seats())
@@ -370,7 +383,7 @@ class Rank:
         setup = self._setup
         infos = {member.info.rank: member.info for member in links.roster.members}
         if links.leader is None:
-            watch = Watch(setup.info, {rank: infos[rank] for rank in links.peers})
+            watch = self._watch({rank: infos[rank] for rank in links.peers})
             self._engine = Leader(
                 setup.config,
                 setup.model,
@@ -383,7 +396,7 @@ class Rank:
             )
         else:
             leader_rank = setup.layout.leader_of(setup.env.rank)
-            watch = Watch(setup.info, {leader_rank: infos[leader_rank]})
+            watch = self._watch({leader_rank: infos[leader_rank]})
             self._engine = Peer(setup.config, watch, leader_rank, links.leader, device, worker)
         failure = await self._engine.run()
         if failure is not None:
@@ -392,6 +405,15 @@ class Rank:
             if self._front_end is not None and self._front_end.health != "failed":
                 self._signals.request_drain()  # the streams of other replicas may end
         return failure
+
+    def _watch(self, others: dict[int, RankInfo]) -> Watch:
+        config = self._setup.config
+        return Watch(
+            self._setup.info,
+            others,
+            heartbeat_seconds=config.heartbeat_seconds,
+            kill_frozen=config.kill_frozen,
+        )
 
     async def _serve(self, front_end: FrontEnd) -> None:
         """HTTP from the first moment, until the drain is over or no replica is left."""
@@ -408,12 +430,19 @@ class Rank:
         server = HttpServer(api, setup.layout.coords(setup.env.rank).dp)
         try:
             url = await server.open()
-        except OSError as error:
-            raise StartupError(
-                f"cannot serve HTTP on --host {setup.config.host} --port {server.port}: "
-                f"{error.strerror or error}"
-            ) from None
-        log.info("HTTP at %s (answers 503 until ready)", url)
+            log.info("HTTP at %s (answers 503 until ready)", url)
+            async with asyncio.TaskGroup() as tasks:
+                beats = tasks.create_task(front_end.run_heartbeats(), name="heartbeats")
+                api.model = await self._load_text(text)
+                front_end.start()
+                await self._until_over(front_end, url, api.model.name)
+                beats.cancel()
+        finally:
+            await server.close()
+        await front_end.shut_down()
+
+    async def _load_text(self, text: TextPool) -> ServedModel:
+        setup = self._setup
         try:
             tokenizer = await text.run(
                 resolve_tokenizer,
@@ -421,7 +450,7 @@ class Rank:
                 setup.source,
                 setup.config.startup_timeout_seconds,
             )
-            api.model = await text.run(
+            return await text.run(
                 load_served_model,
                 setup.model,
                 tokenizer,
@@ -430,10 +459,6 @@ class Rank:
             )
         except ValueError as error:
             raise StartupError(str(error)) from None
-        front_end.start()
-        await self._until_over(front_end, url, api.model.name)
-        await server.close()
-        await front_end.shut_down()
 
     async def _until_over(self, front_end: FrontEnd, url: str, model_name: str) -> None:
         signals = self._signals

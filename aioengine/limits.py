@@ -4,14 +4,18 @@ from typing import Final
 
 MAX_BODY_BYTES: Final = 8 * 2**20
 MAX_HEADER_BYTES: Final = 16 * 2**10
-MAX_PROMPTS_PER_REQUEST: Final = 256
+MAX_PROMPTS_PER_REQUEST: Final = 1024
 MAX_CHOICES: Final = 128
-"""`n`, and n × prompts of one body."""
+"""`n`."""
+MAX_CHOICES_PER_REQUEST: Final = 1024
+"""n × prompts of one body."""
 MAX_MESSAGES: Final = 4096
 MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 256
+MAX_LOGIT_BIAS: Final = 1024
+"""Entries of one request."""
 MAX_SEED: Final = 2**63 - 1
 
 MAX_TEMPLATE_OUTPUT_CHARS: Final = 2 * MAX_BODY_BYTES
@@ -27,10 +31,17 @@ BYTES_PER_TOKEN_ID: Final = 5
 """A msgpack integer of up to 32 bits."""
 
 
-def max_frame_bytes(max_model_len: int, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """Largest control frame a correct launch can produce: a prompt, a plan or a step's results."""
-    prompt = max_model_len * BYTES_PER_TOKEN_ID
-    blocks = max_model_len * BYTES_PER_TOKEN_ID
-    plan = max_num_batched_tokens * BYTES_PER_TOKEN_ID + blocks + max_num_seqs * 2048
-    results = max_num_seqs * (MAX_LOGPROBS + 1) * 16
-    return 2**16 + max(prompt, plan, results) + MAX_STOP_TOKEN_IDS * BYTES_PER_TOKEN_ID
+def max_frame_bytes(
+    *, max_model_len: int, max_num_batched_tokens: int, num_slots: int, block_size: int
+) -> int:
+    """Largest control frame a correct launch can produce: a prompt, a plan or a step's results.
+
+    A plan may bring every slot's whole block table at once (prefix hits cost no token budget), and
+    as much history as tokens. Results may describe every prompt token of a step.
+    """
+    params = MAX_STOP_TOKEN_IDS * BYTES_PER_TOKEN_ID + MAX_LOGIT_BIAS * 16 + 2048
+    prompt = max_model_len * BYTES_PER_TOKEN_ID + params
+    block_table = -(-max_model_len // block_size) * BYTES_PER_TOKEN_ID
+    plan = 2 * max_num_batched_tokens * BYTES_PER_TOKEN_ID + num_slots * (block_table + params)
+    results = (num_slots + max_num_batched_tokens) * (MAX_LOGPROBS + 2) * 16
+    return 2**16 + max(prompt, plan, results)

@@ -33,6 +33,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     """End-of-sequence ids included, unless the client asked to ignore them."""
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for every prompt token; such a request does not read the prefix cache."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
 
 
 # --- front end -> leader ---------------------------------------------------------------------
@@ -57,7 +64,15 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Orderly end: front end to leader, leader to peers. The receiver ends with status 0."""
 
 
-FrontEndCommand = AddRequest | Abort | Shutdown
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """`last_seq` is the last completed job, `doing` what the device thread is in (front ends: 0
+    and nothing)."""
+
+    last_seq: int = 0
+    doing: str = ""
+
+
+FrontEndCommand = AddRequest | Abort | Heartbeat | Shutdown
 
 
 # --- leader -> front end ---------------------------------------------------------------------
@@ -68,6 +83,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+    """1 + how many tokens were more probable than this one; 0: not known."""
 
 
 class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -79,6 +96,8 @@ class RequestDelta(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     error: str = ""
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the next prompt tokens, in order, beginning with the second token of the prompt."""
 
 
 class LoadStats(msgspec.Struct, frozen=True, array_like=True):
@@ -138,7 +157,7 @@ class DrainRequested(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
     rank: int
 
 
-LeaderEvent = StepReport | ReplicaReady | ReplicaFailed | DrainRequested
+LeaderEvent = StepReport | ReplicaReady | ReplicaFailed | DrainRequested | Heartbeat
 
 
 # --- leader -> peers: one sequence of plans and device calls ----------------------------------
@@ -154,6 +173,24 @@ class SlotParams(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     choice_index: int
     logprobs: int | None
+    num_prompt_tokens: int = 0
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """What may not be drawn before `min_tokens`; empty when that is 0."""
+
+
+class SlotHistory(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that a slot's penalties count but no plan brings: what the prefix cache held."""
+
+    slot: int
+    epoch: int
+    token_ids: tuple[int, ...]
+    """At positions 0, 1, …"""
 
 
 class NewSlot(msgspec.Struct, frozen=True, array_like=True):
@@ -176,6 +213,9 @@ class SlotStep(msgspec.Struct, frozen=True, array_like=True):
     """Appended to the slot's block table; a slot that is new starts with an empty one."""
     sample: bool
     """Draw the token that follows the last of `token_ids`."""
+    next_prompt_id: int = -1
+    """The prompt token after the last of `token_ids`, where prompt logprobs need it and the step
+    does not hold it."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
@@ -185,6 +225,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     steps: tuple[SlotStep, ...]
     share_sampled: bool = False
     """Hand the sampled ids to the ranks that embed, so that a later plan may say PREV."""
+    history: tuple[SlotHistory, ...] = ()
+    """For the output rank only; the executor leaves it out for the others. At most
+    `--max-num-batched-tokens` ids."""
+
+    def without_history(self) -> "StepPlan":
+        return StepPlan(self.new_slots, self.steps, self.share_sampled)
 
     @property
     def is_empty(self) -> bool:
@@ -212,13 +258,6 @@ class Ordered(msgspec.Struct, frozen=True, array_like=True, tag="ordered"):
     job: Job
 
 
-class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
-    """`last_seq` is the last completed job, `doing` what the device thread is in."""
-
-    last_seq: int
-    doing: str
-
-
 PeerCommand = Ordered | Heartbeat | ReplicaFailed | Shutdown
 
 
@@ -235,12 +274,22 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of prompt tokens at positions start, start + 1, …"""
+
+    slot: int
+    epoch: int
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     """From the output rank: one `Sampled` for every SlotStep with `sample`."""
 
     seq: int
     sampled: tuple[Sampled, ...]
     weight_version: int = 0
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class CallReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):

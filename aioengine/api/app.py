@@ -14,6 +14,7 @@ from aioengine.api.chat import chat_completions
 from aioengine.api.completions import completions
 from aioengine.api.context import API, Api
 from aioengine.api.errors import ApiError
+from aioengine.errors import StartupError
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -116,6 +117,7 @@ class HttpServer:
         suffix = f".dp{dp_rank}" if dp_rank else ""
         path = api.config.endpoint_file
         self._endpoint_file = None if path is None else Path(path + suffix)
+        self._has_endpoint_file = False
         self._runner = web.AppRunner(
             build_app(api),
             handler_cancellation=True,  # a client that leaves ends its handler, streaming or not
@@ -126,29 +128,44 @@ class HttpServer:
         )
 
     async def open(self) -> str:
-        """Listen and return the URL. Raises OSError when the port is taken."""
+        """Listen and return the URL. Raises StartupError that names the flag."""
         config = self._api.config
         await self._runner.setup()
         site = web.TCPSite(self._runner, config.host, self.port, backlog=1024)
-        await site.start()
+        try:
+            await site.start()
+        except (OSError, OverflowError) as error:
+            raise StartupError(
+                f"cannot serve HTTP on --host {config.host} --port {self.port}: {error}"
+            ) from None
         port = self._runner.addresses[0][1]
         host = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{host}:{port}{config.root_path}"
         if self._endpoint_file is not None:
-            await asyncio.get_running_loop().run_in_executor(
-                None, _write_atomically, self._endpoint_file, url + "\n"
-            )
+            try:
+                await asyncio.get_running_loop().run_in_executor(
+                    None, _write_atomically, self._endpoint_file, url + "\n"
+                )
+            except OSError as error:
+                raise StartupError(
+                    f"--endpoint-file {config.endpoint_file}: {error.strerror}"
+                ) from None
+            self._has_endpoint_file = True
         return url
 
     async def close(self) -> None:
         """Stop listening, let handlers write their last bytes, remove the endpoint file."""
         await self._runner.cleanup()
-        if self._endpoint_file is not None:
+        if self._has_endpoint_file:
+            assert self._endpoint_file is not None
             self._endpoint_file.unlink(missing_ok=True)
 
 
 def _write_atomically(path: Path, text: str) -> None:
     """A reader sees the whole text or no file."""
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text)
-    draft.replace(path)
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from aiohttp import web
 
-from aioengine.api.context import API
+from aioengine.api.context import API, Api
 from aioengine.api.errors import invalid, unsupported
 from aioengine.api.outputs import (
     chat_logprobs,
@@ -13,6 +13,7 @@ from aioengine.api.outputs import (
     end_with_error,
     json_response,
     new_id,
+    prompt_logprobs,
     usage,
 )
 from aioengine.api.prompts import (
@@ -45,7 +46,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=_num_logprobs(body),
     )
-    answer = _Answer(model, body)
+    answer = _Answer(api, model, body)
     async with start_generation(api, request, specs) as generation:
         if body.stream:
             return await answer.stream(request, generation)
@@ -63,7 +64,8 @@ def _num_logprobs(body: ChatBody) -> int | None:
 class _Answer:
     """Formats one request's updates."""
 
-    def __init__(self, model: ServedModel, body: ChatBody) -> None:
+    def __init__(self, api: Api, model: ServedModel, body: ChatBody) -> None:
+        self._text = api.text
         self._model = model
         self._body = body
         self._head = {
@@ -84,8 +86,16 @@ class _Answer:
             "choices": choices,
             "usage": usage(generation.choices, len(generation.choices)),
         }
+        first = generation.choices[0]
         if self._body.return_token_ids:
-            response["prompt_token_ids"] = generation.choices[0].spec.prompt_ids
+            response["prompt_token_ids"] = first.spec.prompt_ids
+        if self._body.prompt_logprobs is not None:
+            response["prompt_logprobs"] = await self._text.run(
+                prompt_logprobs,
+                self._model.tokenizer,
+                first.spec.prompt_ids,
+                first.prompt_logprobs,
+            )
         return json_response(response)
 
     async def stream(self, request: web.Request, generation: Generation) -> web.StreamResponse:

@@ -12,6 +12,7 @@ from aioengine.api.outputs import (
     end_with_error,
     json_response,
     new_id,
+    prompt_logprobs,
     usage,
 )
 from aioengine.api.prompts import (
@@ -46,7 +47,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
         body,
         prompts,
         prompt_field="prompt",
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=body.max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
     )
     answer = _Answer(api, model, body)
@@ -60,6 +62,7 @@ class _Answer:
     """Formats one request's updates."""
 
     def __init__(self, api: Api, model: ServedModel, body: CompletionBody) -> None:
+        self._text = api.text
         self._model = model
         self._body = body
         self._n = body.n or 1
@@ -80,6 +83,17 @@ class _Answer:
             for choice, record in zip(choices, generation.choices, strict=True):
                 choice["prompt_token_ids"] = record.spec.prompt_ids
             response["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
+        if self._body.prompt_logprobs is not None:
+            for first in range(0, len(choices), self._n):
+                record = generation.choices[first]
+                described = await self._text.run(
+                    prompt_logprobs,
+                    self._model.tokenizer,
+                    record.spec.prompt_ids,
+                    record.prompt_logprobs,
+                )
+                for choice in choices[first : first + self._n]:
+                    choice["prompt_logprobs"] = described
         return json_response(response)
 
     async def stream(self, request: web.Request, generation: Generation) -> web.StreamResponse:

@@ -92,6 +92,29 @@ def completion_logprobs(
     }
 
 
+def prompt_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: per prompt token an object by token id, the token itself first;
+    nothing predicts the first token."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {
+            "logprob": finite(logprob),
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+
+    described: list[dict[str, Any] | None] = [None]
+    for token_id, item in zip(token_ids[1:], logprobs, strict=True):
+        position = {str(token_id): entry(token_id, item.logprob, item.rank)}
+        for rank, (top_id, logprob) in enumerate(item.top, start=1):
+            if top_id != token_id:
+                position[str(top_id)] = entry(top_id, logprob, rank)
+        described.append(position)
+    return described
+
+
 async def collect(generation: Generation) -> list[Update]:
     """Wait for the end; one merged Update per choice. Raises ApiError 503 when one failed."""
     whole = [Update(choice.index) for choice in generation.choices]

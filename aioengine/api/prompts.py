@@ -33,6 +33,8 @@ def log_unknown_fields(api: Api, names: list[str]) -> None:
 
 
 async def encode_text(api: Api, model: ServedModel, text: str, add_special: bool) -> list[int]:
+    """Off the loop. Raises ApiError 400 for a text that no context could hold."""
+    _check_text(api, model, text, "prompt")
     return await api.text.run(model.tokenizer.encode, text, add_special_tokens=add_special)
 
 
@@ -51,12 +53,26 @@ async def encode_chat(
             eos_token=model.tokenizer.eos_token,
             extra=body.chat_template_kwargs,
         )
+        _check_text(api, model, text, "messages")
         return model.tokenizer.encode(text, add_special_tokens=False)
 
     try:
         return await api.text.run(render)
     except ValueError as error:
         raise invalid(f"chat template: {error}", "messages") from None
+
+
+def _check_text(api: Api, model: ServedModel, text: str, field: str) -> None:
+    """Tokenizing takes time: a text that is too long at the most bytes a token has is refused."""
+    max_model_len = api.front_end.max_model_len
+    assert max_model_len is not None
+    max_bytes = max_model_len * model.tokenizer.max_token_bytes
+    if len(text) > max_bytes:
+        raise invalid(
+            f"{field} has {len(text)} characters, the context is {max_model_len} tokens",
+            field,
+            "context_length_exceeded",
+        )
 
 
 def choice_specs(
@@ -67,13 +83,22 @@ def choice_specs(
     *,
     prompt_field: str,
     max_tokens: int | None,
+    default_max_tokens: int | None = None,
     logprobs: int | None,
 ) -> list[ChoiceSpec]:
-    """n choices per prompt, prompt by prompt. `max_tokens` None: as long as the context lasts."""
+    """n choices per prompt, prompt by prompt.
+
+    `max_tokens` is what the client asked for; else `default_max_tokens`, as far as the context
+    lasts (None: all of it).
+    """
     body = _with_defaults(body, model.config.default_sampling)
     n = body.n or 1
-    if n * len(prompts) > limits.MAX_CHOICES:
-        raise invalid(f"n × prompts is {n * len(prompts)}, the limit is {limits.MAX_CHOICES}", "n")
+    if n * len(prompts) > limits.MAX_CHOICES_PER_REQUEST:
+        raise invalid(
+            f"n × prompts is {n * len(prompts)}, the limit is {limits.MAX_CHOICES_PER_REQUEST}", "n"
+        )
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs does not go with stream", "prompt_logprobs")
     stop = body.stop_strings()
     seed = api.seeds.getrandbits(63) if body.seed is None else body.seed & limits.MAX_SEED
     specs = []
@@ -86,13 +111,14 @@ def choice_specs(
                 "max_tokens",
                 "context_length_exceeded",
             )
+        num_tokens = max_tokens or min(room, default_max_tokens or room)
         for choice_index in range(n):
-            params = _sampling_params(model, body, seed, choice_index, max_tokens or room, logprobs)
+            params = _sampling_params(model, body, seed, choice_index, num_tokens, logprobs)
             detokenizer = IncrementalDetokenizer(
                 model.tokenizer,
                 stop=stop,
-                include_stop=body.include_stop_str_in_output,
-                skip_special_tokens=body.skip_special_tokens,
+                include_stop=bool(body.include_stop_str_in_output),
+                skip_special_tokens=body.skip_special_tokens is not False,
             )
             specs.append(
                 ChoiceSpec(
@@ -100,8 +126,8 @@ def choice_specs(
                     params=params,
                     detokenizer=detokenizer,
                     eos_token_ids=() if body.ignore_eos else model.eos_token_ids,
-                    include_stop=body.include_stop_str_in_output,
-                    priority=body.priority,
+                    include_stop=bool(body.include_stop_str_in_output),
+                    priority=body.priority or 0,
                     cache_salt=body.cache_salt or "",
                 )
             )
@@ -150,6 +176,35 @@ def _sampling_params(
     logprobs: int | None,
 ) -> SamplingParams:
     temperature = 1.0 if body.temperature is None else body.temperature
+    repetition_penalty = 1.0 if body.repetition_penalty is None else body.repetition_penalty
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid(
+            f"min_tokens is {min_tokens}, but at most {max_tokens} tokens will be generated",
+            "min_tokens",
+        )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=max(body.top_k or 0, 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        seed=seed,
+        choice_index=choice_index,
+        min_tokens=min_tokens,
+        stop_token_ids=_stop_token_ids(model, body),
+        logprobs=logprobs,
+        # Choices of one prompt share its log probabilities: only the first computes them.
+        prompt_logprobs=body.prompt_logprobs if choice_index == 0 else None,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=repetition_penalty,
+        logit_bias=body.biased_logits(model.config.vocab_size),
+    )
+
+
+def _stop_token_ids(model: ServedModel, body: SamplingBody) -> tuple[int, ...]:
+    """The client's, and the model's end-of-sequence tokens unless they are to be ignored."""
     stop_ids = list(body.stop_token_ids or [])
     if len(stop_ids) > limits.MAX_STOP_TOKEN_IDS:
         raise invalid(
@@ -162,17 +217,7 @@ def _sampling_params(
         )
     if not body.ignore_eos:
         stop_ids += model.eos_token_ids
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_k=max(body.top_k or 0, 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=body.min_p or 0.0,
-        seed=seed,
-        choice_index=choice_index,
-        stop_token_ids=tuple(dict.fromkeys(stop_ids)),
-        logprobs=logprobs,
-    )
+    return tuple(dict.fromkeys(stop_ids))
 
 
 def start_generation(api: Api, request: web.Request, specs: list[ChoiceSpec]) -> Generation:

@@ -16,26 +16,21 @@ from aioengine.api.errors import invalid, unsupported
 
 Body = TypeVar("Body", bound="SamplingBody")
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "echo": (None, False),
-    "frequency_penalty": (None, 0, 0.0),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
-    "logit_bias": (None, {}),
-    "min_tokens": (None, 0),
     "modalities": (None, ["text"]),
     "prediction": (None,),
-    "presence_penalty": (None, 0, 0.0),
-    "prompt_logprobs": (None,),
     "reasoning_effort": (None,),
-    "repetition_penalty": (None, 1, 1.0),
     "response_format": (None, {"type": "text"}),
     "structured_outputs": (None,),
     "suffix": (None, ""),
@@ -64,13 +59,39 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=limits.MAX_SEED)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
+
+    def biased_logits(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` by token id."""
+        entries = self.logit_bias or {}
+        if len(entries) > limits.MAX_LOGIT_BIAS:
+            raise invalid(
+                f"logit_bias has {len(entries)} entries, the limit is {limits.MAX_LOGIT_BIAS}",
+                "logit_bias",
+            )
+        biases = []
+        for name, bias in entries.items():
+            is_number = name.isascii() and name.isdecimal() and len(name) <= 10
+            if not is_number or int(name) >= vocab_size:
+                raise invalid(
+                    f"logit_bias: {name[:32]!r} is not a token id; those of this model are 0 to "
+                    f"{vocab_size - 1}",
+                    "logit_bias",
+                )
+            biases.append((int(name), bias))
+        return tuple(biases)
 
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -193,7 +214,10 @@ def decode_sampling_body(data: bytes, kind: type[Body]) -> tuple[Body, list[str]
     Raises ApiError 400, also for what is known but not supported.
     """
     body = decode_body(data, kind)
-    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])  # unknown values may be odd
+    try:
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])  # unknown values may be odd
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not valid JSON: {error}") from None
     unknown = []
     for name, value in fields.items():
         if name in kind.__struct_fields__:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from aioengine.flags import CommandParser
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -29,21 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imported by name, and only the one that was asked for: `serve` brings torch, which takes
     # seconds, and `aioengine layout` must answer at once.
     module = importlib.import_module(COMMANDS[name].module)
-    parser = argparse.ArgumentParser(
-        prog=f"aioengine {name}",
-        description=module.__doc__,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = CommandParser(prog=f"aioengine {name}", description=module.__doc__)
     module.configure(parser)
     status: int = module.run(parser.parse_args(argv[1:]))
     return status
 
 
-def _top_parser() -> argparse.ArgumentParser:
+def _top_parser() -> CommandParser:
     width = max(len(name) for name in COMMANDS)
     summaries = "\n".join(f"  {name:{width}}  {cmd.summary}" for name, cmd in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="aioengine",
         usage="aioengine COMMAND ...",
         description=f"commands:\n{summaries}",

@@ -14,14 +14,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from aioengine.config import EngineConfig, refuse_unsupported
-from aioengine.flags import add_flags, config_from
+from aioengine.flags import CommandParser, add_flags, config_from
 
 RANK_MODULE: Final = "aioengine.launch"
 KILL_MARGIN_S: Final = 10
 """How much longer than --shutdown-timeout a rank may take before it is killed."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: CommandParser) -> None:
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="Same as --model.")
     add_flags(parser)
 
@@ -60,7 +60,7 @@ def to_argv(given: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             argv.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            argv += [f"--{flag}", value]
+            argv.append(f"--{flag}={value}")
     return argv
 
 

@@ -21,7 +21,7 @@ from aioengine.config import EngineConfig, config_differences
 from aioengine.control.channel import Connection
 from aioengine.control.handshake import Listener, attempt_key, dial, receive_message
 from aioengine.errors import HandshakeError, StartupError, StartupTimeoutError
-from aioengine.limits import HANDSHAKE_TIMEOUT_S, max_frame_bytes
+from aioengine.limits import HANDSHAKE_TIMEOUT_S
 from aioengine.messages import Endpoint, Member, Refused, Role, Roster
 
 log = logging.getLogger(__name__)
@@ -138,6 +138,7 @@ class Bootstrap:
         num_ranks: int,
         job_secret: bytes | None,
         address: str,
+        max_frame_bytes: int,
     ) -> None:
         self._tasks = tasks
         self._config = config
@@ -147,9 +148,7 @@ class Bootstrap:
         self._address = address
         self._timeout_s = config.startup_timeout_seconds
         self._key = b""
-        self._max_frame_bytes = max_frame_bytes(
-            config.max_model_len or 2**20, config.max_num_batched_tokens, config.max_num_seqs
-        )
+        self._max_frame_bytes = max_frame_bytes
         self._listener: Listener | None = None
 
     async def join(

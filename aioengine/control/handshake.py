@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import msgspec
 
 from aioengine.control.channel import Connection
-from aioengine.errors import HandshakeError
+from aioengine.errors import HandshakeError, StartupError
 from aioengine.limits import HANDSHAKE_TIMEOUT_S, MAX_HANDSHAKE_FRAME_BYTES
 from aioengine.messages import (
     Challenge,
@@ -122,10 +122,16 @@ class Listener:
         self._unproven: set[Connection] = set()
 
     async def open(self, host: str) -> Endpoint:
-        """Listen on any free port of `host`."""
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(MAX_HANDSHAKE_FRAME_BYTES, self._on_open), host, 0
-        )
+        """Listen on any free port of `host`. Raises StartupError when that is no address here."""
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                lambda: Connection(MAX_HANDSHAKE_FRAME_BYTES, self._on_open), host, 0
+            )
+        except OSError as error:
+            raise StartupError(
+                f"cannot listen on {host} for the other ranks ({error}); --host-ip chooses the "
+                "address"
+            ) from None
         return Endpoint(host, self._server.sockets[0].getsockname()[1])
 
     async def wait_accepted(self, role: Role, rank: int) -> Connection:

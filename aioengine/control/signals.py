@@ -10,6 +10,8 @@ log = logging.getLogger(__name__)
 
 ORPHAN_DRAIN_S = 5.0
 """What the requests in flight get when the launcher is gone."""
+ORPHAN_MARGIN_S = 5.0
+"""For ending in order after that; then the process just ends."""
 
 
 class Signals:
@@ -20,14 +22,19 @@ class Signals:
 
     def __init__(self, drain_limit_s: float, watch_parent: bool) -> None:
         self.first = asyncio.Event()
+        """A signal, or whatever else asks for a drain."""
         self.second = asyncio.Event()
         self.drain_limit_s = drain_limit_s
         self.on_first: Callable[[], None] | None = None
+        self.on_stuck_orphan: Callable[[], None] | None = None
+        """The launcher is gone and the drain did not end in its time."""
+        self._num_received = 0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         if watch_parent:
-            self._parent_fd = os.pidfd_open(os.getppid())
+            self._parent_pid = os.getppid()
+            self._parent_fd = os.pidfd_open(self._parent_pid)
             loop.add_reader(self._parent_fd, self._on_parent_gone)
 
     def request_drain(self) -> None:
@@ -39,13 +46,17 @@ class Signals:
 
     def _on_signal(self, number: signal.Signals) -> None:
         log.info("%s", signal.Signals(number).name)
-        if self.first.is_set():
+        self._num_received += 1
+        if self._num_received > 1:  # a drain that the engine began itself does not count
             self.second.set()
         self.request_drain()
 
     def _on_parent_gone(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._parent_fd)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._parent_fd)
         if not self.first.is_set():
-            log.error("the launcher (pid %d) is gone; draining", os.getppid())
+            log.error("the launcher (pid %d) is gone; draining", self._parent_pid)
         self.drain_limit_s = min(self.drain_limit_s, ORPHAN_DRAIN_S)
+        if self.on_stuck_orphan is not None:
+            loop.call_later(ORPHAN_DRAIN_S + ORPHAN_MARGIN_S, self.on_stuck_orphan)
         self.request_drain()

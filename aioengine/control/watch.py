@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,14 +31,63 @@ class Failure:
     rank: int | None = None
 
 
+class Heartbeats:
+    """Who has been silent for too long. One owner; keys are its names for the other ends."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._last_heard: dict[Hashable, float] = {}
+
+    def heard(self, key: Hashable) -> None:
+        """A sign of life; from the first one on (or `run`) the key is watched."""
+        self._last_heard[key] = time.monotonic()
+
+    def forget(self, key: Hashable) -> None:
+        self._last_heard.pop(key, None)
+
+    async def run(
+        self, send_beats: Callable[[], None], on_silent: Callable[[Hashable], None]
+    ) -> None:
+        """Send and check beats until cancelled. A key that is silent is told of once."""
+        interval_s = self._limit_s / BEATS_PER_LIMIT
+        self._excuse()
+        while True:
+            before = time.monotonic()
+            send_beats()
+            await asyncio.sleep(interval_s)
+            now = time.monotonic()
+            late_s = now - before - interval_s
+            if late_s > interval_s:
+                log.warning("this loop was %.1f s late; that is not held against others", late_s)
+                self._excuse()
+                continue
+            silent = [key for key, at in self._last_heard.items() if now - at > self._limit_s]
+            for key in silent:
+                self.forget(key)
+                on_silent(key)
+
+    def _excuse(self) -> None:
+        for key in self._last_heard:
+            self.heard(key)
+
+
 class Watch:
     """Watches `others` for this rank. `failed` gets the first failure, once."""
 
-    def __init__(self, me: RankInfo, others: dict[int, RankInfo]) -> None:
+    def __init__(
+        self,
+        me: RankInfo,
+        others: dict[int, RankInfo],
+        *,
+        heartbeat_seconds: float,
+        kill_frozen: bool,
+    ) -> None:
         self.me = me
         self.others = others
+        self._limit_s = heartbeat_seconds
+        self._kill_frozen = kill_frozen
+        self._beats = Heartbeats(heartbeat_seconds)
         self.failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
-        self._last_heard = dict.fromkeys(others, time.monotonic())
         self._last_beat: dict[int, Heartbeat] = {}
         self._departed: set[int] = set()
         self._blame_timer: asyncio.TimerHandle | None = None
@@ -46,13 +95,15 @@ class Watch:
     # --- what the owner of the links reports
 
     def heard(self, rank: int, beat: Heartbeat | None = None) -> None:
-        self._last_heard[rank] = time.monotonic()
+        if rank not in self._departed:
+            self._beats.heard(rank)
         if beat is not None:
             self._last_beat[rank] = beat
 
     def departed(self, rank: int) -> None:
         """The rank said goodbye: its connection may close."""
         self._departed.add(rank)
+        self._beats.forget(rank)
 
     def connection_closed(self, rank: int, reason: str) -> None:
         if rank not in self._departed:
@@ -74,35 +125,23 @@ class Watch:
 
     # --- heartbeats
 
-    async def run_heartbeats(
-        self, limit_s: float, kill_frozen: bool, send_beat: Callable[[], None]
-    ) -> None:
+    async def run_heartbeats(self, send_beats: Callable[[], None]) -> None:
         """Send and check beats until cancelled. Started once the replica is ready."""
-        interval_s = limit_s / BEATS_PER_LIMIT
-        for rank in self.others:
-            self.heard(rank)
-        while True:
-            before = time.monotonic()
-            send_beat()
-            await asyncio.sleep(interval_s)
-            now = time.monotonic()
-            if now - before > 2 * interval_s:
-                log.warning(
-                    "this loop was %.1f s late; its interval is not held against others",
-                    now - before - interval_s,
-                )
-                for rank in self.others:
-                    self.heard(rank)
-                continue
-            for rank, heard in self._last_heard.items():
-                if now - heard > limit_s and rank not in self._departed:
-                    self._declare_frozen(rank, limit_s, kill_frozen)
+        for rank in self.others.keys() - self._departed:
+            self._beats.heard(rank)
+        await self._beats.run(send_beats, self._declare_frozen)
 
-    def _declare_frozen(self, rank: int, limit_s: float, kill: bool) -> None:
+    def kill(self, rank: int) -> None:
+        """End a rank of this host that does not answer, unless `--no-kill-frozen`."""
         info = self.others[rank]
-        beat = self._last_beat.get(rank)
-        seen = f"; it was last in {beat.doing}, job {beat.last_seq} done" if beat else ""
-        self.fail(f"{info}: silent for more than --heartbeat-seconds {limit_s:g}{seen}", rank)
-        if kill and info.host == self.me.host:
+        if self._kill_frozen and info.host == self.me.host:
             with contextlib.suppress(OSError):
                 os.kill(info.pid, signal.SIGKILL)
+
+    def _declare_frozen(self, rank: Hashable) -> None:
+        assert isinstance(rank, int)
+        beat = self._last_beat.get(rank)
+        seen = f"; it was last in {beat.doing}, job {beat.last_seq} done" if beat else ""
+        limit = f"--heartbeat-seconds {self._limit_s:g}"
+        self.fail(f"{self.others[rank]}: silent for more than {limit}{seen}", rank)
+        self.kill(rank)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
 
 from aioengine.core.blocks import block_digest
-from aioengine.messages import AddRequest, FinishReason
+from aioengine.messages import AddRequest, FinishReason, SlotParams, TokenLogprobs
 
 Key = tuple[str, str]
 """(source, request_id): ids are unique per front end only."""
@@ -31,6 +31,8 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     num_cached_tokens: int | None = None
     """Found in the prefix cache when it first entered a slot."""
+    next_prompt_logprob: int = 1
+    """Position of the first prompt token whose log probability was not delivered yet."""
 
     slot: int | None = None
     epoch: int = 0
@@ -74,6 +76,59 @@ class Request:
         if not self.num_samples_in_flight:
             return True
         return async_scheduling and self.num_samples_in_flight == 1 and self.may_grow
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """Every prompt token has to be computed, cached or not, until all are delivered."""
+        asks = self.added.params.prompt_logprobs is not None
+        return asks and self.next_prompt_logprob < self.num_prompt_tokens
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Its penalties depend on every token so far."""
+        params = self.added.params
+        return (
+            params.presence_penalty != 0
+            or params.frequency_penalty != 0
+            or params.repetition_penalty != 1
+        )
+
+    def slot_params(self) -> SlotParams:
+        """What the device needs to know when it enters a slot."""
+        params = self.added.params
+        return SlotParams(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed,
+            choice_index=params.choice_index,
+            logprobs=params.logprobs,
+            num_prompt_tokens=self.num_prompt_tokens,
+            prompt_logprobs=params.prompt_logprobs if self.awaits_prompt_logprobs else None,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids if params.min_tokens else (),
+        )
+
+    def next_prompt_id(self, position: int) -> int:
+        """The token at `position`, if it is one of the prompt and its log probability is awaited;
+        -1 otherwise."""
+        if self.awaits_prompt_logprobs and position < self.num_prompt_tokens:
+            return self.token_ids[position]
+        return -1
+
+    def take_prompt_logprobs(
+        self, start: int, logprobs: tuple[TokenLogprobs, ...]
+    ) -> tuple[TokenLogprobs, ...]:
+        """Those, of positions start, start + 1, …, that are new: preemption computes some again."""
+        assert start <= self.next_prompt_logprob
+        fresh = logprobs[self.next_prompt_logprob - start :]
+        self.next_prompt_logprob += len(fresh)
+        return fresh
 
     def append(self, token_id: int) -> FinishReason | None:
         """Take a drawn token; says whether the request ends with it."""

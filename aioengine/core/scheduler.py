@@ -17,8 +17,7 @@ from aioengine.messages import (
     NewSlot,
     RequestDelta,
     Sampled,
-    SamplingParams,
-    SlotParams,
+    SlotHistory,
     SlotStep,
     StepPlan,
     StepResult,
@@ -34,9 +33,12 @@ class _Draft:
     budget: int
     """Tokens that still fit."""
     max_num_requests: int
+    history_budget: int
+    """Ids of history that still fit."""
     new_slots: list[NewSlot] = field(default_factory=list)
     steps: dict[int, SlotStep] = field(default_factory=dict)
     """By slot."""
+    history: list[SlotHistory] = field(default_factory=list)
     share_sampled: bool = False
     has_preempted: bool = False
 
@@ -131,6 +133,7 @@ class Scheduler:
             number=self._num_plans + 1,
             budget=self._max_num_batched_tokens,
             max_num_requests=-(-num_active // self._num_stages),
+            history_budget=self._max_num_batched_tokens,
         )
         rested: deque[Request] = deque()
         recent: deque[Request] = deque()
@@ -143,7 +146,12 @@ class Scheduler:
         self._continue_running(draft, recent)
         if draft.steps:
             self._num_plans = draft.number
-        return StepPlan(tuple(draft.new_slots), tuple(draft.steps.values()), draft.share_sampled)
+        return StepPlan(
+            tuple(draft.new_slots),
+            tuple(draft.steps.values()),
+            draft.share_sampled,
+            tuple(draft.history),
+        )
 
     def _continue_running(self, draft: _Draft, ready: deque[Request]) -> None:
         """Fill the draft up from `ready`; who finds no block there does not take a place."""
@@ -181,7 +189,7 @@ class Scheduler:
             and not draft.has_preempted
             and (request := self._waiting.peek()) is not None
         ):
-            cached = self._match_prefix(request)
+            cached = self._match_prefix(draft, request)
             num_new = self._num_blocks_to_come(request) - len(cached)
             num_taken = num_new + self._pool.num_free_among(cached)
             if num_taken + num_owed > self._pool.num_free:
@@ -193,12 +201,20 @@ class Scheduler:
         """Blocks that its known tokens and the next one still need."""
         return self._pool.num_blocks_for(len(request.token_ids) + 1) - len(request.block_ids)
 
-    def _match_prefix(self, request: Request) -> list[int]:
-        """Cached blocks; at least the last token is left to compute, for its logits."""
-        if not self._pool.enable_prefix_caching:
+    def _reads_prefix_cache(self, request: Request) -> bool:
+        return self._pool.enable_prefix_caching and not request.awaits_prompt_logprobs
+
+    def _match_prefix(self, draft: _Draft, request: Request) -> list[int]:
+        """Cached blocks; at least the last token is left to compute, for its logits.
+
+        Where penalties count tokens, those of a hit travel as history: not more than still fit.
+        """
+        if not self._reads_prefix_cache(request):
             return []
         block_size = self._pool.block_size
         num_blocks = (len(request.token_ids) - 1) // block_size
+        if request.counts_tokens:
+            num_blocks = min(num_blocks, draft.history_budget // block_size)
         return self._pool.match(request.iter_digests(0, num_blocks, block_size))
 
     def _admit(self, draft: _Draft, request: Request, cached: list[int]) -> None:
@@ -207,10 +223,14 @@ class Scheduler:
         self._running[slot] = request
         self._pool.hold(cached)
         request.enter(slot, next(self._epochs), len(cached), self._pool.block_size)
-        if self._pool.enable_prefix_caching:
+        if self._reads_prefix_cache(request):
             self._prefix_cache_queries += len(request.token_ids)
             self._prefix_cache_hits += request.num_computed_tokens
-        draft.new_slots.append(NewSlot(slot, request.epoch, _slot_params(request.added.params)))
+        draft.new_slots.append(NewSlot(slot, request.epoch, request.slot_params()))
+        if cached and request.counts_tokens:
+            history = tuple(request.token_ids[: request.num_computed_tokens])
+            draft.history.append(SlotHistory(slot, request.epoch, history))
+            draft.history_budget -= len(history)
 
         num_tokens = min(request.num_remaining_tokens, draft.budget)
         num_tokens_after = request.num_computed_tokens + num_tokens
@@ -233,6 +253,7 @@ class Scheduler:
             token_ids=tuple(literals) if literals else (PREV,),
             new_block_ids=tuple(new_block_ids),
             sample=sample,
+            next_prompt_id=request.next_prompt_id(start + num_tokens),
         )
         request.block_ids += new_block_ids
         request.num_computed_tokens += num_tokens
@@ -259,13 +280,23 @@ class Scheduler:
     # --- results --------------------------------------------------------------------------------
 
     def apply(self, result: StepResult) -> list[tuple[str, RequestDelta]]:
-        """Take the tokens of one plan. Those of requests that have left their slot are dropped."""
+        """Take what one plan gave. What belongs to requests that have left their slot is dropped.
+
+        A request's prompt log probabilities come before its first token.
+        """
         self._last_seq = result.seq
-        return [
+        deltas = []
+        for part in result.prompt_logprobs:
+            if (request := self._tenant(part.slot, part.epoch)) is not None:
+                fresh = request.take_prompt_logprobs(part.start, part.logprobs)
+                if fresh:
+                    deltas.append((request.source, _delta(request, prompt_logprobs=fresh)))
+        deltas += [
             (request.source, self._take_sample(request, sampled))
             for sampled in result.sampled
             if (request := self._tenant(sampled.slot, sampled.epoch)) is not None
         ]
+        return deltas
 
     def _take_sample(self, request: Request, sampled: Sampled) -> RequestDelta:
         if sampled.error:
@@ -392,24 +423,13 @@ def _share_budget(batch: list[Request], budget: int) -> list[tuple[Request, int]
     return sorted(shares, key=lambda share: share[0].order)
 
 
-def _slot_params(params: SamplingParams) -> SlotParams:
-    return SlotParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-        choice_index=params.choice_index,
-        logprobs=params.logprobs,
-    )
-
-
 def _delta(
     request: Request,
     token_ids: tuple[int, ...] = (),
     logprobs: tuple[TokenLogprobs, ...] = (),
     finish_reason: FinishReason | None = None,
     error: str = "",
+    prompt_logprobs: tuple[TokenLogprobs, ...] = (),
 ) -> RequestDelta:
     """The first one also tells how much of the prompt was cached."""
     is_first = request.num_output_tokens == len(token_ids)
@@ -420,4 +440,5 @@ def _delta(
         finish_reason=finish_reason,
         error=error,
         num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
+        prompt_logprobs=prompt_logprobs,
     )

@@ -15,8 +15,11 @@ from typing import Final, Literal
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from aioengine.errors import StartupTimeoutError
+
 LOOPBACK: Final = "127.0.0.1"
 TORCHRUN_SET: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+MAX_PORT: Final = 65535
 SIOCGIFADDR: Final = 0x8915
 """ioctl(2) that reads the IPv4 address of a network interface (Linux, netdevice(7))."""
 
@@ -70,6 +73,8 @@ def read_environment(environ: Mapping[str, str]) -> LauncherEnv:
             f"incomplete torchrun environment: found {', '.join(present)} but not {missing}; "
             "start with torchrun, or without any of them for one rank"
         )
+    if (port := _number(environ, "MASTER_PORT")) > MAX_PORT:
+        raise ValueError(f"MASTER_PORT must be at most {MAX_PORT}, found {port}")
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     if not rank < world_size:
         raise ValueError(f"RANK {rank} does not fit WORLD_SIZE {world_size}")
@@ -81,7 +86,7 @@ def read_environment(environ: Mapping[str, str]) -> LauncherEnv:
         local_world_size=_number(environ, "LOCAL_WORLD_SIZE", default=1),
         node=environ.get("GROUP_RANK", "0"),
         master_addr=environ["MASTER_ADDR"],
-        master_port=_number(environ, "MASTER_PORT"),
+        master_port=port,
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
         error_file=environ.get("TORCHELASTIC_ERROR_FILE"),
@@ -122,13 +127,20 @@ def open_launcher_store(env: LauncherEnv, timeout_s: float) -> Store:
     It may hold keys of an earlier attempt (`--max-restarts` keeps the port): see
     `control/bootstrap.py`.
     """
-    store = TCPStore(
-        env.master_addr,
-        env.master_port,
-        is_master=env.rank == 0 and not env.agent_hosts_store,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
+    try:
+        store = TCPStore(
+            env.master_addr,
+            env.master_port,
+            is_master=env.rank == 0 and not env.agent_hosts_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, OSError) as error:  # torch's DistErrors are RuntimeErrors
+        raise StartupTimeoutError(
+            f"rank {env.rank} does not reach the launcher's store at {env.master_addr}:"
+            f"{env.master_port} within --startup-timeout-seconds {timeout_s:g}; rank 0 or its "
+            f"launcher is not there ({error})"
+        ) from None
     return PrefixStore("aioengine", store)
 
 
@@ -140,7 +152,12 @@ def own_address(env: LauncherEnv, override: str | None) -> str:
     if env.is_single_node:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((env.master_addr, env.master_port))  # UDP: chooses a route, sends nothing
+        try:
+            probe.connect((env.master_addr, env.master_port))  # UDP: a route, nothing is sent
+        except OSError as error:
+            raise ValueError(
+                f"no route to the rendezvous host MASTER_ADDR {env.master_addr}: {error}"
+            ) from None
         address: str = probe.getsockname()[0]
     return address
 

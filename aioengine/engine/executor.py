@@ -48,6 +48,7 @@ class StepFailed:
 
 @dataclass(slots=True)
 class _PendingCall:
+    method: str
     future: "asyncio.Future[list[Any]]"
     replies: dict[int, Any]
 
@@ -55,7 +56,8 @@ class _PendingCall:
 class Executor:
     """Sends jobs to this rank's device thread and to the peers, and collects what comes back.
 
-    `on_step` gets every finished step in plan order. Loop thread only.
+    `output_rank` is the one that samples: token history goes to no other. `on_step` gets every
+    finished step in plan order. Loop thread only.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Executor:
         device: DeviceThread,
         worker: DeviceWorker,
         peers: dict[int, Link],
+        output_rank: int,
         on_step: Callable[[StepDone | StepFailed], None],
         on_drain: Callable[[DrainRequested], None],
     ) -> None:
@@ -72,6 +75,7 @@ class Executor:
         self._device = device
         self._worker = worker
         self._peers = peers
+        self._output_rank = output_rank
         self._on_step = on_step
         self._on_drain = on_drain
         self._seq = 0
@@ -109,17 +113,27 @@ class Executor:
         Raises ReplicaFailedError with the first cause when a rank raises or is lost.
         """
         seq = self._send(DeviceCall(method, kwargs))
-        pending = _PendingCall(asyncio.get_running_loop().create_future(), {})
+        pending = _PendingCall(method, asyncio.get_running_loop().create_future(), {})
         self._calls[seq] = pending
         self._device.submit(
             lambda: self._worker.call(method, kwargs), partial(self._on_own_call, seq)
         )
         return await pending.future
 
-    def send_heartbeat(self) -> None:
-        beat = Heartbeat(self.last_seq, self._worker.doing)
+    def beat(self) -> Heartbeat:
+        return Heartbeat(self.last_seq, self._worker.doing)
+
+    def send_heartbeats(self) -> None:
+        beat = self.beat()
         for link in self._peers.values():
             link.send(beat)
+
+    def unanswered(self) -> tuple[str, list[int]]:
+        """The oldest call that is not done, and the ranks that have not answered it."""
+        if not self._calls:
+            return "", []
+        pending = next(iter(self._calls.values()))
+        return pending.method, sorted({self._rank, *self._peers} - pending.replies.keys())
 
     async def shut_down(self, timeout_s: float) -> None:
         """Ask the peers to end and wait for their goodbyes."""
@@ -146,10 +160,15 @@ class Executor:
 
     def _send(self, job: Job) -> int:
         self._seq += 1
-        if self._peers:
+        links = dict(self._peers)
+        if isinstance(job, StepPlan) and job.history:
+            if (output := links.pop(self._output_rank, None)) is not None:
+                output.send(Ordered(self._seq, job))
+            job = job.without_history()
+        if links:
             message = Ordered(self._seq, job)
             data = frame(message)
-            for link in self._peers.values():
+            for link in links.values():
                 link.send_frame(data, message)
         return self._seq
 

@@ -3,22 +3,25 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
 from aioengine.config import EngineConfig
 from aioengine.control.channel import Link
-from aioengine.control.watch import Failure, Watch
+from aioengine.control.watch import Failure, Heartbeats, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker
 from aioengine.engine.executor import Executor, StepDone, StepFailed
 from aioengine.engine.replica import open_replica
 from aioengine.errors import EngineError, ReplicaFailedError, StartupTimeoutError, StepTimeoutError
+from aioengine.layout import ParallelLayout
 from aioengine.messages import (
     Abort,
     AddRequest,
     DrainRequested,
     FrontEndCommand,
+    Heartbeat,
     LoadStats,
     RankInfo,
     ReplicaFailed,
@@ -78,9 +81,21 @@ class Leader:
         self._carriers = {source: info for source, (_, info) in front_ends.items()}
         # Bounded by admission at the front ends and by the number of plans in flight.
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
-        self._executor = Executor(
-            watch, device, worker, peers, self._inbox.put_nowait, self.request_drain
+        replica = ParallelLayout(
+            tp_size=config.tensor_parallel_size,
+            pp_size=config.pipeline_parallel_size,
+            pcp_size=config.prefill_context_parallel_size,
         )
+        self._executor = Executor(
+            watch,
+            device,
+            worker,
+            peers,
+            watch.me.rank + replica.output_rank_in_replica,
+            self._inbox.put_nowait,
+            self.request_drain,
+        )
+        self._front_end_beats = Heartbeats(config.heartbeat_seconds)
         self._deltas: dict[str, list[RequestDelta]] = {source: [] for source in front_ends}
         self._last_stats = LoadStats()
         self.is_ready = False
@@ -108,6 +123,7 @@ class Leader:
             link.send(request)
 
     def _on_command(self, source: str, command: FrontEndCommand) -> None:
+        self._front_end_beats.heard(source)
         self._inbox.put_nowait(FromFrontEnd(source, command))
 
     def _on_front_end_closed(self, source: str, reason: str) -> None:
@@ -130,20 +146,20 @@ class Leader:
                     self._address,
                 )
         except TimeoutError:
-            raise StartupTimeoutError(
-                f"the replica did not load within --startup-timeout-seconds {limit_s:g}"
-            ) from None
-        beats = tasks.create_task(
-            self._watch.run_heartbeats(
-                self._config.heartbeat_seconds, self._config.kill_frozen, self._beat
+            raise StartupTimeoutError(self._blame_slow_ranks()) from None
+        beats = [
+            tasks.create_task(self._watch.run_heartbeats(self._beat), name="heartbeats"),
+            tasks.create_task(
+                self._front_end_beats.run(self._beat_front_ends, self._on_front_end_silent),
+                name="front end heartbeats",
             ),
-            name="heartbeats",
-        )
+        ]
         self.is_ready = True
         for link in self._front_ends.values():
             link.send(ready)
         await self._step_loop()
-        beats.cancel()
+        for task in beats:
+            task.cancel()
         await self._executor.shut_down(PEERS_END_S)
         limit_s = self._config.step_timeout_seconds
         try:
@@ -153,6 +169,16 @@ class Leader:
             raise StepTimeoutError(
                 f"the last step did not end within --step-timeout-seconds {limit_s:g}"
             ) from None
+
+    def _blame_slow_ranks(self) -> str:
+        method, ranks = self._executor.unanswered()
+        infos = {self._watch.me.rank: self._watch.me, **self._watch.others}
+        for rank in self._watch.others.keys() & set(ranks):
+            self._watch.kill(rank)
+        return (
+            f"no answer to {method} from {', '.join(str(infos[rank]) for rank in ranks)} within "
+            f"--startup-timeout-seconds {self._config.startup_timeout_seconds:g}"
+        )
 
     async def _raise_failure(self) -> None:
         # Shielded: ending this task must not cancel the watch's own future.
@@ -178,7 +204,7 @@ class Leader:
         return failure
 
     def _beat(self) -> None:
-        self._executor.send_heartbeat()
+        self._executor.send_heartbeats()
         limit_s = self._config.step_timeout_seconds
         if self._executor.oldest_step_age_s() > limit_s:
             self._watch.fail(
@@ -186,6 +212,16 @@ class Leader:
                 f"not end within --step-timeout-seconds {limit_s:g}",
                 None if self._watch.others else self._watch.me.rank,
             )
+
+    def _beat_front_ends(self) -> None:
+        beat = self._executor.beat()
+        for link in self._front_ends.values():
+            link.send(beat)
+
+    def _on_front_end_silent(self, source: Hashable) -> None:
+        assert isinstance(source, str)
+        limit = f"--heartbeat-seconds {self._config.heartbeat_seconds:g}"
+        self._on_front_end_closed(source, f"silent for more than {limit}")
 
     # --- step loop
 
@@ -231,6 +267,8 @@ class Leader:
                 self._scheduler.add(command, source)
             case Abort(request_id=request_id):
                 self._scheduler.abort(source, request_id)
+            case Heartbeat():
+                pass  # its arrival is what counts
             case Shutdown():
                 self._forget_front_end(source)
             case _:
@@ -238,7 +276,9 @@ class Leader:
 
     def _forget_front_end(self, source: str) -> None:
         self._scheduler.abort_source(source)
-        del self._front_ends[source], self._deltas[source]
+        self._front_end_beats.forget(source)
+        self._front_ends.pop(source).close()
+        del self._deltas[source]
 
     def _lose_front_end(self, source: str, reason: str) -> None:
         if source not in self._front_ends:
@@ -247,9 +287,9 @@ class Leader:
         self._forget_front_end(source)
         if not self._front_ends:
             carrier = self._carriers[source]
-            self._watch.fail(
-                f"{carrier}: {reason}, and it carried the last front end", carrier.rank
-            )
+            cause = f"{carrier}: {reason}, and it carried the last front end"
+            self._watch.fail(cause, carrier.rank)
+            raise ReplicaFailedError(cause)
 
     def _collect(self, deltas: list[tuple[str, RequestDelta]]) -> None:
         for source, delta in deltas:

@@ -166,7 +166,5 @@ class Peer:
             )
             return
         await self._watch.run_heartbeats(
-            self._config.heartbeat_seconds,
-            self._config.kill_frozen,
-            lambda: self._link.send(Heartbeat(self._last_done, self._worker.doing)),
+            lambda: self._link.send(Heartbeat(self._last_done, self._worker.doing))
         )

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, assert_never
 
 from aioengine.control.channel import Link
+from aioengine.control.watch import Heartbeats
 from aioengine.frontend.metrics import EngineMetrics
 from aioengine.frontend.records import Choice, ChoiceSpec, Generation
 from aioengine.frontend.router import Router
@@ -16,8 +18,10 @@ from aioengine.messages import (
     Abort,
     AddRequest,
     DrainRequested,
+    Heartbeat,
     LeaderEvent,
     LoadStats,
+    RankInfo,
     ReplicaFailed,
     ReplicaReady,
     Shutdown,
@@ -42,6 +46,7 @@ class Replica:
 
     dp_rank: int
     link: Link
+    leader: RankInfo
     ready: ReplicaReady | None = None
     failed_cause: str | None = None
     stats: LoadStats = field(default_factory=LoadStats)
@@ -55,9 +60,18 @@ class Replica:
 class FrontEnd:
     """Owns the links to the leaders and the record of every live choice. Loop thread only."""
 
-    def __init__(self, name: str, links: list[Link], max_concurrent_requests: int) -> None:
-        self.replicas = [Replica(dp_rank, link) for dp_rank, link in enumerate(links)]
-        self.metrics = EngineMetrics(len(links))
+    def __init__(
+        self,
+        name: str,
+        leaders: list[tuple[Link, RankInfo]],
+        *,
+        max_concurrent_requests: int,
+        heartbeat_seconds: float,
+    ) -> None:
+        self.replicas = [
+            Replica(dp_rank, link, leader) for dp_rank, (link, leader) in enumerate(leaders)
+        ]
+        self.metrics = EngineMetrics(len(leaders))
         self.is_draining = False
         self.all_failed = asyncio.Event()
         self.drain_requested = asyncio.Event()
@@ -66,10 +80,13 @@ class FrontEnd:
         self._max_concurrent = max_concurrent_requests
         self._router = Router()
         self._ids = itertools.count()
+        self._open: set[Generation] = set()
+        self._heartbeat_seconds = heartbeat_seconds
+        self._beats = Heartbeats(heartbeat_seconds)
         self.started = asyncio.Event()
         """No replica is starting any more, and one serves."""
         self.idle = asyncio.Event()
-        """No choice is live."""
+        """No answer is being computed or sent."""
         self.idle.set()
 
     def start(self) -> None:
@@ -118,7 +135,9 @@ class FrontEnd:
                 f"X-data-parallel-rank: {dp_rank} is not one of the {len(self.replicas)} replicas"
             )
         self._check_admission(len(specs))
-        generation = Generation([], self._abort)
+        generation = Generation([], self._close)
+        self._open.add(generation)
+        self.idle.clear()
         for index, spec in enumerate(specs):
             replica = self._place(dp_rank)
             metrics = self.metrics.by_replica[replica.dp_rank]
@@ -135,7 +154,6 @@ class FrontEnd:
                     cache_salt=spec.cache_salt,
                 )
             )
-        self.idle.clear()
         return generation
 
     def _check_admission(self, num_choices: int) -> None:
@@ -160,17 +178,37 @@ class FrontEnd:
             raise UnavailableError(replica.failed_cause)
         return replica
 
-    def _abort(self, choice: Choice) -> None:
-        """The client has left the choice, finished or not."""
-        for replica in self.replicas:
-            if replica.live.pop(choice.request_id, None) is not None:
-                replica.link.send(Abort(choice.request_id))
-                choice.cancel()
-        self._note_idle()
+    def _close(self, generation: Generation) -> None:
+        """Its handler is done: the answer is sent, or the client has left."""
+        for choice in generation.choices:
+            for replica in self.replicas:
+                if replica.live.pop(choice.request_id, None) is not None:
+                    replica.link.send(Abort(choice.request_id))
+                    choice.cancel()
+        self._open.discard(generation)
+        if not self._open:
+            self.idle.set()
 
     # --- from the leaders
 
+    async def run_heartbeats(self) -> None:
+        """Tell the leaders that this front end lives, and notice a leader that does not."""
+        await self._beats.run(self._send_beats, self._on_silent)
+
+    def _send_beats(self) -> None:
+        for replica in self.replicas:
+            replica.link.send(Heartbeat())
+
+    def _on_silent(self, dp_rank: Hashable) -> None:
+        assert isinstance(dp_rank, int)
+        replica = self.replicas[dp_rank]
+        limit = f"--heartbeat-seconds {self._heartbeat_seconds:g}"
+        self._on_failed(replica, f"{replica.leader}: silent for more than {limit}")
+
     def _on_event(self, replica: Replica, event: LeaderEvent) -> None:
+        if replica.failed_cause is not None:
+            return
+        self._beats.heard(replica.dp_rank)
         match event:
             case StepReport(deltas=deltas, stats=stats):
                 for delta in deltas:
@@ -185,7 +223,6 @@ class FrontEnd:
                     generation.wake()
                 replica.stats = stats
                 self.metrics.update(replica.dp_rank, stats)
-                self._note_idle()
             case ReplicaReady():
                 replica.ready = event
                 self._note_started()
@@ -193,16 +230,19 @@ class FrontEnd:
                 self._on_failed(replica, cause)
             case DrainRequested():
                 self.drain_requested.set()
+            case Heartbeat():
+                pass  # its arrival is what counts
             case _:
                 assert_never(event)
 
     def _on_closed(self, replica: Replica, reason: str) -> None:
-        self._on_failed(replica, f"leader of replica dp{replica.dp_rank}: {reason}")
+        self._on_failed(replica, f"{replica.leader}: {reason} (killed, crashed or unreachable)")
 
     def _on_failed(self, replica: Replica, cause: str) -> None:
         if replica.failed_cause is not None:
             return
         replica.failed_cause = cause
+        self._beats.forget(replica.dp_rank)
         log.error("replica dp%d failed: %s", replica.dp_rank, cause)
         self._fail_live(replica, cause)
         self.metrics.update(replica.dp_rank, _without_load(replica.stats))
@@ -215,7 +255,6 @@ class FrontEnd:
             choice.fail(cause)
             generation.wake()
         replica.live.clear()
-        self._note_idle()
 
     # --- end
 
@@ -244,10 +283,6 @@ class FrontEnd:
     def _note_started(self) -> None:
         if self.health in ("ok", "degraded"):
             self.started.set()
-
-    def _note_idle(self) -> None:
-        if self.num_live == 0:
-            self.idle.set()
 
 
 def _without_load(stats: LoadStats) -> LoadStats:

@@ -49,6 +49,8 @@ class Choice:
         self.spec = spec
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Of the prompt's tokens from the second on; complete before the first output token."""
         self.is_finished = False
         self.error: str | None = None
         self._metrics = metrics
@@ -66,6 +68,7 @@ class Choice:
         if delta.finish_reason == "error":
             self.fail(delta.error)
             return False
+        self.prompt_logprobs += delta.prompt_logprobs
         self._has_news = True
         self._observe(len(delta.token_ids))
         detokenizer, unread = self.spec.detokenizer, self._unread
@@ -129,9 +132,9 @@ class Generation:
     Raises RequestFailedError from iteration when a choice failed.
     """
 
-    def __init__(self, choices: list[Choice], abort: Callable[[Choice], None]) -> None:
+    def __init__(self, choices: list[Choice], on_close: Callable[["Generation"], None]) -> None:
         self.choices = choices
-        self._abort = abort
+        self._on_close = on_close
         self._news = asyncio.Event()
 
     async def __aenter__(self) -> "Generation":
@@ -143,8 +146,7 @@ class Generation:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for choice in self.choices:
-            self._abort(choice)
+        self._on_close(self)
 
     def __aiter__(self) -> "Generation":
         return self

@@ -60,16 +60,19 @@ class Tokenizer:
         self.bos_token_id = None if bos_token is None else backend.token_to_id(bos_token)
         self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
         self.chat_template = chat_template
+        self.max_token_bytes = max(len(token.encode()) for token in backend.get_vocab())
+        """An upper bound: tokens of byte-level vocabularies are spelt with two bytes for some."""
         self.add_bos = _begins_with(backend, self.bos_token_id)
         """Whether encoding with special tokens begins with the bos token."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Special tokens that `text` spells out become their ids in either case."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch calls let go of the interpreter lock, so the event loop stays free.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """As a text of its own: a SentencePiece text loses the space before its first word."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to a text, exactly; nothing for an id outside the vocabulary."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from aioengine.layers.attention import ATTENTION_BACKENDS
 from aioengine.layers.forward_batch import ForwardBatch, LayerCache, PagedInputs
 from aioengine.messages import PREV, SlotStep, StepPlan
+from aioengine.worker.prompt_logprobs import PromptChunk, PromptWatch
 from aioengine.worker.sampler import ROW_PARAMS, SamplingBatch, row_params
 from aioengine.worker.staging import CopyFence, StagedArray
 
@@ -42,6 +43,8 @@ class StepInputs:
     """int64: the slot that each sampled id belongs to."""
     sampling: SamplingBatch | None
     """On the output rank."""
+    prompt_chunks: tuple[PromptChunk, ...]
+    """On the last stage: prompt tokens whose log probabilities are asked for."""
 
 
 class BatchBuilder:
@@ -70,6 +73,7 @@ class BatchBuilder:
         self._num_blocks = np.zeros(num_slots, np.int64)
         self._block_table = np.zeros((num_slots, max_blocks), np.int64)
         self._params = np.zeros(num_slots, ROW_PARAMS)
+        self._prompts = PromptWatch()
 
         self._fence = CopyFence(device)
         self._token_ids_T = StagedArray(max_num_batched_tokens, device)
@@ -111,6 +115,9 @@ class BatchBuilder:
             sampling=self._sampling(slots[samples], (starts + query_lens)[samples])
             if self._role.is_output
             else None,
+            prompt_chunks=self._prompts.chunks(steps, (row_ends - query_lens).tolist())
+            if self._role.is_last
+            else (),
         )
         self._fence.record()
         return inputs
@@ -120,6 +127,7 @@ class BatchBuilder:
             self._epochs[new.slot] = new.epoch
             self._num_blocks[new.slot] = 0
             self._params[new.slot] = row_params(new.params)
+            self._prompts.enter(new)
         for step in plan.steps:
             if step.new_block_ids:
                 first = self._num_blocks[step.slot]

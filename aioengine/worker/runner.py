@@ -20,16 +20,18 @@ from aioengine.dist.groups import (
     output_rank,
 )
 from aioengine.layout import ParallelLayout
-from aioengine.messages import StepPlan, StepResult
+from aioengine.messages import Sampled, StepPlan, StepResult
 from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
 from aioengine.worker.batch import BatchBuilder, Role, StepInputs
 from aioengine.worker.device import check_dtype, device_id, select_device, set_cpu_threads
 from aioengine.worker.kv_store import KVShape
 from aioengine.worker.loading import StagePlan, load_stage
+from aioengine.worker.logit_rules import LogitRules
 from aioengine.worker.memory import Memory, num_kv_blocks
 from aioengine.worker.pipeline import Feedback, StageLink
-from aioengine.worker.sampler import Sampler
+from aioengine.worker.prompt_logprobs import describe_prompts
+from aioengine.worker.sampler import Sampler, SamplingBatch
 from aioengine.worker.warmup import largest_plan, warm_up_plans
 
 logger = logging.getLogger(__name__)
@@ -106,6 +108,7 @@ class Worker:
         self._memory: Memory
         self._stage: LlamaStage
         self._builder: BatchBuilder
+        self._rules: LogitRules
         self._link: StageLink
         self._feedback: Feedback | None
 
@@ -202,6 +205,7 @@ class Worker:
             block_size=self._config.block_size,
             device=self._device,
         )
+        self._rules = LogitRules(self._config.num_slots, self._cfg.vocab_size, self._device)
 
     @device_call
     def warm_up(self) -> None:
@@ -273,30 +277,43 @@ class Worker:
     def _step(self, seq: int, plan: StepPlan) -> StepResult | None:
         inputs = self._builder.build(plan, self._last_ids)
         hidden_TD: Tensor = self._stage(inputs.forward, self._link.receive(seq))
-        num_sampled = len(inputs.sampled_slots_S)
-        result = None
         if not self._role.is_last:
             self._link.send(hidden_TD)
-        elif num_sampled:
-            result = self._sample(seq, plan, inputs, hidden_TD)
-        elif self._role.is_output:
-            result = StepResult(seq, ())
+        result = self._output(seq, plan, inputs, hidden_TD) if self._role.is_last else None
+        num_sampled = len(inputs.sampled_slots_S)
         if plan.share_sampled and num_sampled and self._feedback and not self._role.is_output:
             self._feedback.expect(inputs.sampled_slots_S)
         return result
 
-    def _sample(
+    def _output(
         self, seq: int, plan: StepPlan, inputs: StepInputs, hidden_TD: Tensor
     ) -> StepResult | None:
-        """The whole tp group computes logits; the output rank samples from them."""
-        logits_SV = self._stage.compute_logits(hidden_TD.index_select(0, inputs.sample_rows_S))
-        if inputs.sampling is None:
-            return None
-        draws = self._sampler.draw(logits_SV, inputs.sampling)
+        """The whole tp group computes logits; the output rank makes the result of them."""
+        is_output = self._role.is_output
+        sampled: tuple[Sampled, ...] = ()
+        if is_output:
+            self._rules.observe(plan)
+        if len(inputs.sampled_slots_S):
+            hidden_SD = hidden_TD.index_select(0, inputs.sample_rows_S)
+            logits_SV = self._stage.compute_logits(hidden_SD)
+            if inputs.sampling is not None:
+                sampled = self._sample(plan, inputs, inputs.sampling, logits_SV)
+        described = describe_prompts(
+            inputs.prompt_chunks, hidden_TD, self._stage.compute_logits, is_output=is_output
+        )
+        return StepResult(seq, sampled, prompt_logprobs=described) if is_output else None
+
+    def _sample(
+        self, plan: StepPlan, inputs: StepInputs, sampling: SamplingBatch, logits_SV: Tensor
+    ) -> tuple[Sampled, ...]:
+        """Ids leave for the ranks that embed before the host looks at them."""
+        processed_SV = self._rules.process(logits_SV, sampling)
+        draws = self._sampler.draw(processed_SV, sampling)
         if plan.share_sampled:
             assert self._feedback is not None
             self._feedback.publish(inputs.sampled_slots_S, draws.ids_R)
-        return StepResult(seq, self._sampler.report(logits_SV, draws, inputs.sampling))
+        self._rules.record(sampling, draws.ids_R)
+        return self._sampler.report(logits_SV, processed_SV, draws, sampling)
 
     def _last_ids(self) -> Tensor:
         assert self._feedback is not None

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.messages import Sampled, SlotParams, TokenLogprobs
+from aioengine.worker.logprobs import describe_tokens
 from aioengine.worker.philox import uniforms
 
 MIN_TEMPERATURE: Final = 1e-5
@@ -70,7 +71,7 @@ class Draws:
     ids_R: Tensor
     """int64; a row that is not usable holds some valid id."""
     usable_R: Tensor
-    """False where the logits had NaN or +inf, or nothing but -inf."""
+    """False where the logits drawn from had NaN or +inf, or nothing but -inf."""
 
 
 class Sampler:
@@ -80,7 +81,7 @@ class Sampler:
         self._processed_logprobs = logprobs_mode == "processed_logprobs"
 
     def draw(self, logits_RV: Tensor, batch: SamplingBatch) -> Draws:
-        """One id for each row of float32 logits."""
+        """One id for each row of float32 logits, in which the requests' rules are applied."""
         best_R, ids_R = logits_RV.max(dim=1)  # NaN wins
         drawing = np.flatnonzero(batch.params["temperature"] >= MIN_TEMPERATURE)
         if len(drawing):
@@ -93,16 +94,20 @@ class Sampler:
             ids_R.index_copy_(0, rows_N, _invert_cdf(probs_NV, _to(logits_RV, uniforms_N)))
         return Draws(ids_R, best_R.isfinite())
 
-    def report(self, logits_RV: Tensor, draws: Draws, batch: SamplingBatch) -> tuple[Sampled, ...]:
-        """What the leader gets, in the order of the rows."""
-        logprobs = self._logprobs(logits_RV, draws.ids_R, batch.params)
+    def report(
+        self, logits_RV: Tensor, processed_RV: Tensor, draws: Draws, batch: SamplingBatch
+    ) -> tuple[Sampled, ...]:
+        """What the leader gets, in the order of the rows.
+
+        From the model's logits, and from those drawn from: the same tensor where they are equal.
+        """
+        reported_RV = processed_RV if self._processed_logprobs else logits_RV
+        logprobs = self._logprobs(reported_RV, draws.ids_R, batch.params)
         ids, usable = draws.ids_R.tolist(), draws.usable_R.tolist()
         return tuple(
             Sampled(slot, epoch, (token_id,), logprobs.get(row, ()))
             if ok
-            else Sampled(
-                slot, epoch, (), error="the model's logits for this request are not finite"
-            )
+            else Sampled(slot, epoch, (), error=_blame(logits_RV[row]))
             for row, (slot, epoch, token_id, ok) in enumerate(
                 zip(batch.slots.tolist(), batch.epochs.tolist(), ids, usable, strict=True)
             )
@@ -121,17 +126,19 @@ class Sampler:
             temperature = params["temperature"][asking]
             divisor = np.where(temperature < MIN_TEMPERATURE, 1, temperature)
             chosen_NV /= _to(logits_RV, divisor)[:, None]
-        logprobs_NV = chosen_NV.log_softmax(dim=1)
-        ids_N = ids_R.index_select(0, rows_N)
-        own = logprobs_NV.gather(1, ids_N[:, None])[:, 0].tolist()
-        counts = np.minimum(params["num_logprobs"][asking], logits_RV.shape[1]).tolist()
-        top = logprobs_NV.topk(max(counts), dim=1)
-        return {
-            row: (TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True))),)
-            for row, logprob, count, ids, values in zip(
-                asking.tolist(), own, counts, top.indices.tolist(), top.values.tolist(), strict=True
-            )
-        }
+        described = describe_tokens(
+            chosen_NV.log_softmax(dim=1),
+            ids_R.index_select(0, rows_N),
+            params["num_logprobs"][asking].tolist(),
+        )
+        return {row: (one,) for row, one in zip(asking.tolist(), described, strict=True)}
+
+
+def _blame(logits_V: Tensor) -> str:
+    """Why a row is not usable, from the model's own logits."""
+    if logits_V.max().isfinite():
+        return "the request's logit_bias, min_tokens and penalties leave no token to draw"
+    return "the model's logits for this request are not finite"
 
 
 def _truncate(probs_NV: Tensor, params: NDArray[np.void]) -> Tensor:

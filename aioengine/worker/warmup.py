@@ -2,6 +2,8 @@
 
 from typing import Final
 
+import msgspec
+
 from aioengine.messages import PREV, NewSlot, SlotParams, SlotStep, StepPlan
 
 _NULL_BLOCK: Final = 0
@@ -26,19 +28,24 @@ def warm_up_plans(
 def largest_plan(
     max_num_batched_tokens: int, max_model_len: int, num_slots: int, block_size: int
 ) -> StepPlan:
-    """As many tokens as a step can have, with every slot sampling: the most memory a step takes."""
+    """As many tokens as a step can have, with every slot sampling and every prompt described: the
+    most memory a step takes."""
     lengths = []
     left = max_num_batched_tokens
     for slot in range(num_slots):
         lengths.append(min(max_model_len, left - (num_slots - slot - 1)))
         left -= lengths[-1]
-    return _plan(lengths, block_size)
+    return _plan(lengths, block_size, prompt_logprobs=0)
 
 
-def _plan(lengths: list[int], block_size: int) -> StepPlan:
+def _plan(lengths: list[int], block_size: int, prompt_logprobs: int | None = None) -> StepPlan:
     """One row of zeros per length, each new in its slot."""
+    params = [
+        msgspec.structs.replace(_PARAMS, num_prompt_tokens=length, prompt_logprobs=prompt_logprobs)
+        for length in lengths
+    ]
     return StepPlan(
-        tuple(NewSlot(slot, 0, _PARAMS) for slot in range(len(lengths))),
+        tuple(NewSlot(slot, 0, of_slot) for slot, of_slot in enumerate(params)),
         tuple(
             SlotStep(slot, 0, 0, (0,) * length, (_NULL_BLOCK,) * -(-length // block_size), True)
             for slot, length in enumerate(lengths)

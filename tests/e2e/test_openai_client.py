@@ -112,7 +112,7 @@ def test_errors_are_typed(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model=model, messages=QUESTION, temperature=-1)
     with pytest.raises(openai.BadRequestError) as unsupported:
-        client.chat.completions.create(model=model, messages=QUESTION, presence_penalty=1)
+        client.chat.completions.create(model=model, messages=QUESTION, web_search_options={})
     assert unsupported.value.code == "unsupported"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()

@@ -11,6 +11,7 @@ from support.mailbox import settle
 from support.tiny_model import EOS_ID, MODEL_NAME, ids
 
 from aioengine.api.app import HttpServer
+from aioengine.errors import StartupError
 
 V1 = [
     ("POST", COMPLETIONS, PROMPT),
@@ -177,7 +178,7 @@ async def test_a_port_that_is_taken() -> None:
         port = int(server.url.rsplit(":", 1)[1])
         server.api.config = type(server.api.config)(port=port)
         second = HttpServer(server.api)
-        with pytest.raises(OSError, match="in use"):
+        with pytest.raises(StartupError, match=r"--port .* in use"):
             await second.open()
         await second.close()
 

@@ -13,14 +13,13 @@ from support.http_server import COMPLETIONS, PROMPT, serving
 from support.launches import CONFIG, BootstrapRank, DictStore, outcomes
 from support.mailbox import Mailbox, settle
 from support.peers import LOAD, PLAN, running_peer
-from support.replicas import FakeReplica, device_thread, info, request, running_replica
+from support.replicas import FakeReplica, device_thread, info, request, running_replica, watch_of
 from support.tiny_model import EOS_ID, ids
 
 from aioengine.control import bootstrap, handshake, watch
 from aioengine.control.bootstrap import Answer
 from aioengine.control.channel import Connection, MemoryLink, frame
 from aioengine.control.handshake import Listener, attempt_key, dial
-from aioengine.control.watch import Watch
 from aioengine.engine import leader as leader_module
 from aioengine.engine.device import JobError
 from aioengine.errors import HandshakeError, StartupError, StartupTimeoutError
@@ -338,9 +337,9 @@ async def test_a_frozen_rank_that_may_not_be_killed(monkeypatch: pytest.MonkeyPa
         raise PermissionError("not yours")
 
     monkeypatch.setattr(watch.os, "kill", refuse)
-    watching = Watch(info(0), {1: info(1)})
+    watching = watch_of(0, [info(1)], heartbeat_s=0.05)
     async with asyncio.TaskGroup() as tasks:
-        beats = tasks.create_task(watching.run_heartbeats(0.05, True, lambda: None))
+        beats = tasks.create_task(watching.run_heartbeats(lambda: None))
         await watching.failed
         beats.cancel()
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from support.fake_leaders import FakeLeader, front_end_with_leaders, sample
 from support.mailbox import settle
+from support.replicas import info
 from support.tiny_model import detokenizer, ids
 
 from aioengine.errors import RequestFailedError
@@ -15,6 +16,7 @@ from aioengine.messages import (
     Abort,
     AddRequest,
     DrainRequested,
+    Heartbeat,
     RequestDelta,
     SamplingParams,
     Shutdown,
@@ -103,7 +105,7 @@ async def test_a_lost_leader_is_a_failed_replica() -> None:
     front_end, leaders = await serving(2)
     leaders[1].link.close()
     await settle()
-    assert front_end.causes == ["leader of replica dp1: connection closed"]
+    assert front_end.causes == [f"{info(1)}: connection closed (killed, crashed or unreachable)"]
 
 
 async def test_the_first_cause_stays() -> None:
@@ -208,7 +210,8 @@ async def test_updates_come_as_the_steps_do() -> None:
         (update,) = await rest(generation)
         assert (update.text, update.finish_reason) == ("!", "length")
         assert front_end.num_live == 0
-        assert front_end.idle.is_set()
+        assert not front_end.idle.is_set()  # the handler may still be writing
+    assert front_end.idle.is_set()
     await settle()
     assert not leader.of(Abort)
 
@@ -343,8 +346,8 @@ async def test_a_drain_lets_streams_end_then_nothing_is_live() -> None:
         front_end.begin_drain()
         assert not front_end.idle.is_set()
         leader.answer(added, ids("x"), "length")
-        await front_end.idle.wait()
         assert [update.text for update in await rest(generation)] == ["x"]
+    await front_end.idle.wait()
 
 
 async def test_end_streams_ends_what_is_left_with_an_error() -> None:
@@ -354,7 +357,6 @@ async def test_end_streams_ends_what_is_left_with_an_error() -> None:
         front_end.end_streams("the server is shutting down")
         with pytest.raises(RequestFailedError, match="the server is shutting down"):
             await anext(generation)
-        assert front_end.idle.is_set()
         for leader in leaders:
             await leader.aborted(2)
     assert sample(front_end, "request_success_total", engine="0", finished_reason="error") == 2
@@ -421,3 +423,15 @@ async def test_requests_are_counted_by_how_they_end() -> None:
     assert sample(front_end, "e2e_request_latency_seconds_count", engine="0") == 4
     text = front_end.metrics.render().decode()
     assert 'aioengine:request_success_total{engine="0",finished_reason="abort"} 1.0' in text
+
+
+async def test_a_silent_leader_is_a_failed_replica() -> None:
+    """Leaders beat from ready on; the front end beats from its start."""
+    front_end, (leader,) = front_end_with_leaders(1, heartbeat_seconds=0.1)
+    async with asyncio.TaskGroup() as tasks:
+        beats = tasks.create_task(front_end.run_heartbeats())
+        assert await leader.next(Heartbeat) == Heartbeat()
+        leader.ready()
+        await front_end.all_failed.wait()
+        beats.cancel()
+    assert front_end.causes == [f"{info(0)}: silent for more than --heartbeat-seconds 0.1"]

@@ -350,6 +350,7 @@ async def test_ranks_that_beat_are_not_lost_while_their_device_is_busy() -> None
             take_beat(rank, beat)
             if beat is not None:
                 beats[rank].append(beat)
+                replica.front_ends[0].send(Heartbeat())
             if min(map(len, beats.values())) == 2 * watch.BEATS_PER_LIMIT:
                 enough.set()
 
@@ -382,3 +383,15 @@ async def test_a_context_that_does_not_fit_is_refused() -> None:
         assert "--max-model-len 1024 does not fit" in failed.cause
         assert "64 blocks of 8 tokens hold 512" in failed.cause
         assert (await replica.failure(1)).cause == failed.cause
+
+
+async def test_a_silent_last_front_end_ends_the_replica() -> None:
+    """Frozen, its connection stays open: only its missing beats tell."""
+    async with running_replica(0, heartbeat_seconds=0.1) as replica:
+        front_end = replica.front_ends[0]
+        await front_end.next(ReplicaReady)
+        front_end.send(Heartbeat())
+        failure = await replica.failure(0)
+        assert failure.rank == 100
+        assert "silent for more than --heartbeat-seconds 0.1" in failure.cause
+        assert "carried the last front end" in failure.cause

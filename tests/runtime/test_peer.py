@@ -8,10 +8,10 @@ import pytest
 from support.fake_worker import next_token
 from support.mailbox import settle
 from support.peers import CONFIG, LOAD, PLAN, running_peer
-from support.replicas import info
+from support.replicas import info, watch_of
 
 from aioengine.control import watch
-from aioengine.control.watch import Failure, Watch
+from aioengine.control.watch import Failure
 from aioengine.messages import (
     CallReply,
     DeviceCall,
@@ -150,9 +150,9 @@ async def test_a_frozen_rank_of_this_host_is_killed(monkeypatch: pytest.MonkeyPa
     killed: list[Any] = []
     monkeypatch.setattr(watch.os, "kill", lambda *args: killed.append(args))
     others = {1: info(1), 2: msgspec.structs.replace(info(2), host="another host")}
-    watching = Watch(info(0), others)
+    watching = watch_of(0, others.values(), heartbeat_s=0.05)
     async with asyncio.TaskGroup() as tasks:
-        beats = tasks.create_task(watching.run_heartbeats(0.05, True, lambda: None))
+        beats = tasks.create_task(watching.run_heartbeats(lambda: None))
         await watching.failed
         beats.cancel()
     assert set(killed) == {(info(1).pid, watch.signal.SIGKILL)}
@@ -162,7 +162,7 @@ async def test_a_loop_that_is_late_does_not_hold_it_against_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """This rank was stopped for a minute; so nothing was heard."""
-    watching = Watch(info(0), {1: info(1)})
+    watching = watch_of(0, [info(1)], heartbeat_s=0.05)
     clock = 0.0
     sent = 0
     monkeypatch.setattr(watch.time, "monotonic", lambda: clock)
@@ -177,7 +177,7 @@ async def test_a_loop_that_is_late_does_not_hold_it_against_others(
             stop.set()
 
     async with asyncio.TaskGroup() as tasks:
-        beats = tasks.create_task(watching.run_heartbeats(0.04, True, send_beat))
+        beats = tasks.create_task(watching.run_heartbeats(send_beat))
         await stop.wait()
         beats.cancel()
     assert not watching.failed.done()
@@ -185,7 +185,7 @@ async def test_a_loop_that_is_late_does_not_hold_it_against_others(
 
 
 async def test_only_the_first_failure_counts() -> None:
-    watching = Watch(info(0), {1: info(1), 2: info(2)})
+    watching = watch_of(0, [info(1), info(2)])
     watching.departed(2)
     watching.connection_closed(2, "closed")
     assert not watching.failed.done()

@@ -15,6 +15,7 @@ from aioengine.messages import (
     FinishReason,
     FrontEndCommand,
     LoadStats,
+    RankInfo,
     ReplicaFailed,
     ReplicaReady,
     RequestDelta,
@@ -66,16 +67,21 @@ class FakeLeader(Mailbox):
 
 
 def front_end_with_leaders(
-    num_replicas: int, max_concurrent_requests: int = 100
+    num_replicas: int, max_concurrent_requests: int = 100, heartbeat_seconds: float = 5.0
 ) -> tuple[FrontEnd, list[FakeLeader]]:
     """Started; no replica is ready."""
-    links: list[Link] = []
+    links: list[tuple[Link, RankInfo]] = []
     leaders = []
-    for _ in range(num_replicas):
+    for dp_rank in range(num_replicas):
         near, far = MemoryLink.pair(asyncio.get_running_loop())
-        links.append(near)
+        links.append((near, info(dp_rank)))
         leaders.append(FakeLeader(far, FrontEndCommand))
-    front_end = FrontEnd("fe", links, max_concurrent_requests)
+    front_end = FrontEnd(
+        "fe",
+        links,
+        max_concurrent_requests=max_concurrent_requests,
+        heartbeat_seconds=heartbeat_seconds,
+    )
     front_end.start()
     return front_end, leaders
 

@@ -85,6 +85,7 @@ class BootstrapRank:
                 num_ranks=self.num_ranks,
                 job_secret=self.secret,
                 address=HOST,
+                max_frame_bytes=2**20,
             )
             try:
                 yield bootstrap, await bootstrap.join(self.store, self._entry, self.seats)

@@ -6,11 +6,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from support.fake_worker import FakeWorker
 from support.mailbox import Mailbox
-from support.replicas import device_thread, info
+from support.replicas import device_thread, info, watch_of
 
 from aioengine.config import EngineConfig
 from aioengine.control.channel import MemoryLink
-from aioengine.control.watch import Failure, Watch
+from aioengine.control.watch import Failure
 from aioengine.engine.peer import Peer
 from aioengine.messages import (
     DeviceCall,
@@ -59,7 +59,8 @@ async def running_peer(
     async with AsyncExitStack() as stack:
         device = await stack.enter_async_context(device_thread())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        peer = Peer(config, Watch(info(1), {0: info(0)}), 0, far, device, leader.worker)
+        watch = watch_of(1, [info(0)], heartbeat_s=config.heartbeat_seconds)
+        peer = Peer(config, watch, 0, far, device, leader.worker)
         leader.peer = peer
         leader.outcome = tasks.create_task(peer.run(), name="peer")
         try:

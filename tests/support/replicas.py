@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -46,6 +46,17 @@ MODEL = ModelConfig(
 def info(rank: int) -> RankInfo:
     # No process has this pid: a test that kills a frozen rank by mistake kills nobody.
     return RankInfo(rank, f"dp0 pp0 tp{rank}", "host", 2**30 + rank)
+
+
+def watch_of(
+    me: int, others: Iterable[RankInfo], *, heartbeat_s: float = 5.0, kill_frozen: bool = True
+) -> Watch:
+    return Watch(
+        info(me),
+        {other.rank: other for other in others},
+        heartbeat_seconds=heartbeat_s,
+        kill_frozen=kill_frozen,
+    )
 
 
 def request(
@@ -101,8 +112,12 @@ class FakeReplica:
         self.peers: dict[int, Peer] = {}
         self.front_ends: list[FrontEndBox] = []
         self.outcomes: list[asyncio.Task[Failure | None]] = []
-        self.watches = [Watch(info(0), {rank: info(rank) for rank in ranks[1:]})]
-        self.watches += [Watch(info(rank), {0: info(0)}) for rank in ranks[1:]]
+        limits: dict[str, Any] = {
+            "heartbeat_s": config.heartbeat_seconds,
+            "kill_frozen": config.kill_frozen,
+        }
+        self.watches = [watch_of(0, map(info, ranks[1:]), **limits)]
+        self.watches += [watch_of(rank, [info(0)], **limits) for rank in ranks[1:]]
         for rank in ranks[1:]:
             self.leader_links[rank], self.peer_links[rank] = MemoryLink.pair(loop)
         self._sources: dict[str, tuple[Link, RankInfo]] = {}

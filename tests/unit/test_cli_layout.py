@@ -63,11 +63,11 @@ def test_sizes_that_do_not_fit_are_one_line_on_stderr(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     "argv", [["layout", "-tp", "two"], ["layout", "--nonsense"], ["nonsense"], []]
 )
-def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_1(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
-    assert caught.value.code == 2
-    assert "usage: aioengine" in capsys.readouterr().err
+    assert caught.value.code == 1
+    assert "aioengine" in capsys.readouterr().err
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,21 @@ from the KV cell of the position before, through the slot's block table. The dra
 function of the state. So a wrong block, a lost or a repeated token changes everything after it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from aioengine.messages import PREV, AddRequest, Sampled, SlotStep, StepPlan, StepResult
+from aioengine.messages import (
+    PREV,
+    AddRequest,
+    PromptLogprobs,
+    Sampled,
+    SlotHistory,
+    SlotParams,
+    SlotStep,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 VOCAB_SIZE = 11
 
@@ -41,6 +53,22 @@ def true_cells(request: AddRequest, num_tokens: int) -> list[Cell]:
     return cells
 
 
+def prompt_logprob(position: int, token_id: int) -> TokenLogprobs:
+    """Tells where it belongs."""
+    return TokenLogprobs(-float(position), ((token_id, 0.0),))
+
+
+def expected_prompt_logprobs(request: AddRequest) -> list[TokenLogprobs]:
+    if request.params.prompt_logprobs is None:
+        return []
+    return [prompt_logprob(*place) for place in enumerate(request.token_ids)][1:]
+
+
+def counts_tokens(params: SlotParams) -> bool:
+    penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+    return penalties != (0, 0, 1)
+
+
 def expected_output(request: AddRequest, max_model_len: int) -> tuple[tuple[int, ...], str]:
     """What the request alone would produce, and its finish_reason."""
     params, num_prompt = request.params, len(request.token_ids)
@@ -58,7 +86,10 @@ class Tenant:
 
     epoch: int
     request: AddRequest
+    params: SlotParams
     truth: list[Cell]
+    heard: dict[int, int] = field(default_factory=dict)
+    """What the output rank knows: token ids by position, from history, literals and its draws."""
     block_ids: list[int] = field(default_factory=list)
     num_computed: int | None = None
     """None until the first step says where the cached prefix ends."""
@@ -95,19 +126,61 @@ class DeviceModel:
             self.epochs.add(new.epoch)
             request = self.requests[new.params.seed]
             truth = true_cells(request, self.max_model_len)
-            self.tenants[new.slot] = Tenant(new.epoch, request, truth)
+            self.tenants[new.slot] = Tenant(new.epoch, request, new.params, truth)
+            asked = request.params
+            assert new.params.num_prompt_tokens == len(request.token_ids)
+            assert new.params.min_tokens == asked.min_tokens
+            assert new.params.stop_token_ids == (asked.stop_token_ids if asked.min_tokens else ())
+        self._hear_history(plan.history, {new.slot for new in plan.new_slots})
         sampled = [self._run_step(self.tenants[step.slot], step) for step in plan.steps]
         for step in plan.steps:
             self._check_history(self.tenants[step.slot])
             if step.sample:
                 self.tenants[step.slot].may_use_prev = plan.share_sampled
         self.seq += 1
-        return StepResult(self.seq, tuple(s for s in sampled if s is not None))
+        return StepResult(
+            self.seq,
+            tuple(s for s in sampled if s is not None),
+            prompt_logprobs=tuple(self._describe_prompts(plan)),
+        )
+
+    def _hear_history(self, history: tuple[SlotHistory, ...], new_slots: set[int]) -> None:
+        for part in history:
+            tenant = self.tenants[part.slot]
+            assert part.slot in new_slots
+            assert tenant.epoch == part.epoch
+            assert counts_tokens(tenant.params)
+            assert part.token_ids
+            assert not tenant.heard
+            tenant.heard.update(enumerate(part.token_ids))
+
+    def _describe_prompts(self, plan: StepPlan) -> Iterator[PromptLogprobs]:
+        """What the tokens and `next_prompt_id` of each step allow."""
+        for step in plan.steps:
+            tenant = self.tenants[step.slot]
+            prompt = tenant.request.token_ids
+            end = step.start + len(step.token_ids)
+            if tenant.params.prompt_logprobs is None:
+                assert step.next_prompt_id == -1
+                continue
+            assert tenant.num_computed == end, "every token is computed"
+            assert step.next_prompt_id == (prompt[end] if end < len(prompt) else -1)
+            known = [*step.token_ids[1:], *([step.next_prompt_id] * (step.next_prompt_id >= 0))]
+            described = tuple(
+                prompt_logprob(position, token_id)
+                for position, token_id in enumerate(known, start=step.start + 1)
+                if position < len(prompt)
+            )
+            if described:
+                yield PromptLogprobs(step.slot, step.epoch, step.start + 1, described)
 
     def _run_step(self, tenant: Tenant, step: SlotStep) -> Sampled | None:
         assert tenant.epoch == step.epoch
         self._append_blocks(tenant, step)
         self._check_history(tenant)
+        for position, token_id in enumerate(step.token_ids, start=step.start):
+            if token_id != PREV:
+                assert tenant.heard.setdefault(position, token_id) == token_id
         for position, token_id in enumerate(self._resolve(tenant, step), start=step.start):
             self._write(tenant, position, token_id)
             tenant.num_computed = position + 1
@@ -117,7 +190,12 @@ class DeviceModel:
         if not step.sample:
             return None
         assert tenant.num_computed >= num_prompt
+        if counts_tokens(tenant.params) and not self.is_broken:
+            known = [tenant.heard.get(position) for position in range(tenant.num_computed)]
+            assert known == [token_id for token_id, _ in tenant.truth[: tenant.num_computed]]
         tenant.last_sampled = draw(self._read(tenant, tenant.num_computed - 1)[1])
+        assert tenant.num_computed not in tenant.heard
+        tenant.heard[tenant.num_computed] = tenant.last_sampled
         return Sampled(step.slot, step.epoch, (tenant.last_sampled,))
 
     def _append_blocks(self, tenant: Tenant, step: SlotStep) -> None:
@@ -127,6 +205,9 @@ class DeviceModel:
         assert len(tenant.block_ids) == -(-(step.start + len(step.token_ids)) // self.block_size)
         if tenant.num_computed is None:
             assert step.start % self.block_size == 0
+            assert step.start == 0 or tenant.params.prompt_logprobs is None
+            if counts_tokens(tenant.params):
+                assert list(tenant.heard) == list(range(step.start))
             tenant.num_computed = step.start
             self.num_cached.setdefault(tenant.request.params.seed, step.start)
         assert step.start == tenant.num_computed

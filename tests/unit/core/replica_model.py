@@ -19,8 +19,13 @@ from aioengine.messages import (
     SamplingParams,
     StepPlan,
     StepResult,
+    TokenLogprobs,
 )
-from tests.unit.core.device_model import DeviceModel, expected_output
+from tests.unit.core.device_model import (
+    DeviceModel,
+    expected_output,
+    expected_prompt_logprobs,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,7 @@ class Client:
 
     added: AddRequest
     output: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_deltas: int = 0
     finish_reason: str | None = None
     is_aborted: bool = False
@@ -90,10 +96,17 @@ class Replica:
         min_tokens: int = 0,
         priority: int = 0,
         cache_salt: str = "",
+        prompt_logprobs: int | None = None,
+        **penalties: float,
     ) -> Key:
         seed = len(self.clients)
         params = SamplingParams(
-            max_tokens=max_tokens, stop_token_ids=stop_token_ids, min_tokens=min_tokens, seed=seed
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            min_tokens=min_tokens,
+            seed=seed,
+            prompt_logprobs=prompt_logprobs,
+            **penalties,
         )
         num_of_source = sum(key[0] == source for key in self.clients)
         added = AddRequest(
@@ -127,6 +140,8 @@ class Replica:
         assert len(plan.steps) <= -(-num_active // self.sizes.num_stages)
         assert all(new.slot < self.sizes.num_slots for new in plan.new_slots)
         assert self.sizes.async_scheduling or not plan.share_sampled
+        num_history_ids = sum(len(part.token_ids) for part in plan.history)
+        assert num_history_ids <= self.sizes.max_num_batched_tokens
         if plan.is_empty:
             assert self.in_flight or not self.live, "nothing would ever happen again"
             return plan
@@ -156,6 +171,12 @@ class Replica:
             client = self.clients[source, delta.request_id]
             assert client.is_live
             client.output += delta.token_ids
+            client.prompt_logprobs += delta.prompt_logprobs
+            assert delta.token_ids or delta.prompt_logprobs or delta.finish_reason == "error"
+            wanted = expected_prompt_logprobs(client.added)
+            assert client.prompt_logprobs == wanted[: len(client.prompt_logprobs)]
+            if client.output:
+                assert client.prompt_logprobs == wanted
             if client.num_deltas == 0:
                 seed = client.added.params.seed
                 assert delta.num_cached_tokens == self.device.num_cached.get(seed, 0)

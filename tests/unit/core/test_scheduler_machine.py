@@ -52,6 +52,9 @@ def arrivals() -> st.SearchStrategy[Arrival]:
             "priority": st.integers(0, 2),
             "cache_salt": st.sampled_from(["", "", "salt"]),
             "source": st.sampled_from("ab"),
+            "prompt_logprobs": st.sampled_from([None, None, 0]),
+            "repetition_penalty": st.sampled_from([1.0, 1.0, 1.3]),
+            "frequency_penalty": st.sampled_from([0.0, 0.0, 0.5]),
         }
     )
 

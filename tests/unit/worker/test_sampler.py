@@ -36,7 +36,7 @@ def sample(
     logits_RV: Tensor, batch: SamplingBatch, sampler: Sampler | None = None
 ) -> tuple[Sampled, ...]:
     sampler = sampler or Sampler("raw_logprobs")
-    return sampler.report(logits_RV, sampler.draw(logits_RV, batch), batch)
+    return sampler.report(logits_RV, logits_RV, sampler.draw(logits_RV, batch), batch)
 
 
 def random_logits(num_rows: int, vocab_size: int = VOCAB_SIZE) -> Tensor:

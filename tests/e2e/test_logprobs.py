@@ -1,0 +1,72 @@
+"""Log probabilities over HTTP equal the float32 references, however prompts are cut and ranks laid
+out."""
+
+from typing import Any
+
+import aiohttp
+import pytest
+from support.launching import SHARED, STORIES, Launch, golden, post
+
+pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared reference values")
+
+TOLERANCE = 3e-4
+NUM_TOP = 5
+LAYOUTS = {"one": (1, ()), "tp2-pp2": (4, ("-tp", "2", "-pp", "2"))}
+
+
+@pytest.mark.parametrize("budget", [4, 16, 2048])
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_stories(layout: str, budget: int) -> None:
+    num_ranks, flags = LAYOUTS[layout]
+    chunking = ["--max-num-batched-tokens", str(budget)]
+    with Launch("--model", str(STORIES), *flags, *chunking, num_ranks=num_ranks) as launch:
+        await check_rows(launch.wait_ready(), golden("stories260k_greedy"))
+
+
+@pytest.mark.parametrize("budget", [16, 2048])
+async def test_smollm2(budget: int) -> None:
+    chunking = ["--max-num-batched-tokens", str(budget)]
+    with Launch("--dtype", "float32", *chunking) as launch:
+        await check_rows(launch.wait_ready(), golden("smollm2_greedy"))
+
+
+async def check_rows(url: str, rows: list[dict[str, Any]]) -> None:
+    """Twice: prompt logprobs do not come from the prefix cache that the first round filled."""
+    async with aiohttp.ClientSession(url) as session:
+        for row in [*rows, *rows]:
+            choice = await complete(session, row)
+            assert choice["token_ids"] == row["token_ids"]
+            check_prompt(choice["prompt_logprobs"], row)
+            for got, wanted in zip(choice["logprobs"]["top_logprobs"], row["top5"], strict=True):
+                assert sorted(got.values(), reverse=True) == pytest.approx(
+                    [logprob for _, logprob in wanted], abs=TOLERANCE
+                )
+
+
+def check_prompt(described: list[dict[str, Any] | None], row: dict[str, Any]) -> None:
+    assert described[0] is None
+    pairs = zip(described, row["prompt_ids"], row["prompt_logprobs"], strict=True)
+    for got, token_id, wanted in list(pairs)[1:]:
+        assert got is not None
+        own = got[str(token_id)]
+        assert own["logprob"] == pytest.approx(wanted, abs=TOLERANCE)
+        top = sorted(got.values(), key=lambda entry: entry["rank"])[:NUM_TOP]
+        assert [entry["rank"] for entry in top] == list(range(1, NUM_TOP + 1))
+        assert (own in top) == (own["rank"] <= NUM_TOP)
+        logprobs = [entry["logprob"] for entry in sorted(got.values(), key=lambda e: e["rank"])]
+        assert logprobs == sorted(logprobs, reverse=True)
+
+
+async def complete(session: aiohttp.ClientSession, row: dict[str, Any]) -> dict[str, Any]:
+    body = {
+        "prompt": row["prompt_ids"],
+        "max_tokens": len(row["token_ids"]),
+        "temperature": 0,
+        "logprobs": NUM_TOP,
+        "prompt_logprobs": NUM_TOP,
+        "return_token_ids": True,
+    }
+    answer = await post(session, "/v1/completions", body)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    choice: dict[str, Any] = answer["choices"][0]
+    return choice
