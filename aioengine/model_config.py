@@ -135,7 +135,7 @@ def _default_sampling(generation_config: dict[str, Any]) -> DefaultSampling:
         "top_p": (math.ulp(0), 1),
         "top_k": (-1, math.inf),
         "min_p": (0, 1),
-        "repetition_penalty": (math.ulp(0), math.inf),
+        "repetition_penalty": (0.01, 100),
     }
     for name, (least, most) in bounds.items():
         value = getattr(sampling, name)

@@ -139,7 +139,7 @@ def _with_defaults(body: SamplingBody, defaults: DefaultSampling) -> SamplingBod
     chosen = {
         name: value
         for name, value in msgspec.structs.asdict(defaults).items()
-        if value is not None and getattr(body, name, value) is None
+        if value is not None and getattr(body, name) is None
     }
     return msgspec.structs.replace(body, **chosen)
 

@@ -63,9 +63,9 @@ def fetch(hub_id: HubId, *, weights: bool, wait_s: float | None) -> tuple[Path, 
     """
     try:
         library: Any = importlib.import_module("huggingface_hub")
+        constants: Any = importlib.import_module("huggingface_hub.constants")
     except ImportError:
         raise ValueError(f"{hub_id} is a hub id, which needs huggingface_hub: {INSTALL}") from None
-    constants = library.constants
     if constants.HF_HUB_OFFLINE:
         turn: Any = nullcontext()
     else:

@@ -136,23 +136,28 @@ async def test_defaults(fields: dict[str, Any], attribute: str, value: object) -
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, (0.5, 7, 0.25, 0.125)),
-        ({"temperature": 0, "top_k": -1, "top_p": 1, "min_p": 0}, (0.0, 0, 1.0, 0.0)),
-        ({"temperature": None, "top_k": 3}, (0.5, 3, 0.25, 0.125)),
+        ({}, (0.5, 7, 0.25, 0.125, 1.25)),
+        (
+            {"temperature": 0, "top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1},
+            (0.0, 0, 1.0, 0.0, 1.0),
+        ),
+        ({"temperature": None, "top_k": 3}, (0.5, 3, 0.25, 0.125, 1.25)),
     ],
 )
 async def test_the_model_s_own_defaults_fill_what_a_request_leaves_out(
     fields: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
-    chosen = DefaultSampling(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)
+    chosen = DefaultSampling(
+        temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, repetition_penalty=1.25
+    )
     async with serving() as server:
         assert server.api.model is not None
         config = msgspec.structs.replace(server.api.model.config, default_sampling=chosen)
         server.api.model = replace(server.api.model, config=config)
         await asked(server, COMPLETIONS, {**PROMPT, **fields}, "x")
         (added,) = await server.leader.added()
-        params = added.params
-        assert (params.temperature, params.top_k, params.top_p, params.min_p) == expected
+        fields_sent = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        assert tuple(getattr(added.params, name) for name in fields_sent) == expected
 
 
 async def test_requests_without_a_seed_get_different_ones() -> None:
