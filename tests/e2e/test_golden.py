@@ -24,10 +24,14 @@ async def test_stories(layout: str, scheduling: str) -> None:
         await check_rows(launch.wait_ready(), golden("stories260k_greedy"))
 
 
+@pytest.mark.parametrize(
+    "scheduling",
+    ["--async-scheduling", pytest.param("--no-async-scheduling", marks=pytest.mark.layouts)],
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_smollm2(layout: str) -> None:
+async def test_smollm2(layout: str, scheduling: str) -> None:
     num_ranks, flags = LAYOUTS[layout]
-    with Launch("--dtype", "float32", *flags, num_ranks=num_ranks) as launch:
+    with Launch("--dtype", "float32", *flags, scheduling, num_ranks=num_ranks) as launch:
         await check_rows(launch.wait_ready(), golden("smollm2_greedy"))
 
 
