@@ -428,18 +428,19 @@ class Rank:
             seeds=random.Random(setup.config.seed),
         )
         server = HttpServer(api, setup.layout.coords(setup.env.rank).dp)
-        try:
-            url = await server.open()
-            log.info("HTTP at %s (answers 503 until ready)", url)
-            async with asyncio.TaskGroup() as tasks:
-                beats = tasks.create_task(front_end.run_heartbeats(), name="heartbeats")
+        # Leaders hear from this front end until it has told them to end.
+        async with asyncio.TaskGroup() as tasks:
+            beats = tasks.create_task(front_end.run_heartbeats(), name="heartbeats")
+            try:
+                url = await server.open()
+                log.info("HTTP at %s (answers 503 until ready)", url)
                 api.model = await self._load_text(text)
                 front_end.start()
                 await self._until_over(front_end, url, api.model.name)
-                beats.cancel()
-        finally:
-            await server.close()
-        await front_end.shut_down()
+            finally:
+                await server.close()
+            await front_end.shut_down()
+            beats.cancel()
 
     async def _load_text(self, text: TextPool) -> ServedModel:
         setup = self._setup
