@@ -6,7 +6,6 @@ flushed, nothing waits for a thread that may be stuck in a collective.
 """
 
 import asyncio
-import json
 import logging
 import os
 import random
@@ -33,7 +32,7 @@ from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.control.bootstrap import Bootstrap, Seat, run_in_daemon_thread
 from aioengine.control.channel import Link, MemoryLink
 from aioengine.control.signals import Signals
-from aioengine.control.watch import Failure, Watch
+from aioengine.control.watch import Failure, Watch, kill_if_here
 from aioengine.core.stages import split_layers
 from aioengine.dist.launcher import (
     LauncherEnv,
@@ -41,6 +40,7 @@ from aioengine.dist.launcher import (
     open_launcher_store,
     own_address,
     read_environment,
+    report_to_launcher,
 )
 from aioengine.engine.device import DeviceThread
 from aioengine.engine.leader import Leader
@@ -216,13 +216,6 @@ def front_end_name(rank: int) -> str:
     return f"rank{rank}"
 
 
-def report_to_launcher(env: LauncherEnv, message: str) -> None:
-    """Leave the reason where torchelastic looks for it."""
-    if env.error_file is not None:
-        entry = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
-        Path(env.error_file).write_text(json.dumps(entry))
-
-
 class Rank:
     """One rank: meets the others, runs its roles, and ends as the contract says."""
 
@@ -269,6 +262,7 @@ class Rank:
                     list(zip(links.replicas, leaders, strict=True)),
                     max_concurrent_requests=setup.config.max_concurrent_requests,
                     heartbeat_seconds=setup.config.heartbeat_seconds,
+                    on_frozen=self._on_frozen_leader,
                 )
                 tasks.create_task(self._serve(self._front_end), name="front end")
             running = tasks.create_task(self._run_engine(links, device, worker), name="engine")
@@ -281,6 +275,10 @@ class Rank:
             return EXIT_OWN_FAILURE if self._engine.is_ready else EXIT_STARTUP
         await self._hold_for_blame()
         return EXIT_LOST_PEER
+
+    def _on_frozen_leader(self, leader: RankInfo) -> None:
+        if self._setup.config.kill_frozen:
+            kill_if_here(leader, self._setup.info.host)
 
     def _log_place(self) -> None:
         setup = self._setup

@@ -31,6 +31,13 @@ class Failure:
     rank: int | None = None
 
 
+def kill_if_here(info: RankInfo, host: str) -> None:
+    """SIGKILL for a frozen rank, if it is one of this host."""
+    if info.host == host:
+        with contextlib.suppress(OSError):
+            os.kill(info.pid, signal.SIGKILL)
+
+
 class Heartbeats:
     """Who has been silent for too long. One owner; keys are its names for the other ends."""
 
@@ -133,10 +140,8 @@ class Watch:
 
     def kill(self, rank: int) -> None:
         """End a rank of this host that does not answer, unless `--no-kill-frozen`."""
-        info = self.others[rank]
-        if self._kill_frozen and info.host == self.me.host:
-            with contextlib.suppress(OSError):
-                os.kill(info.pid, signal.SIGKILL)
+        if self._kill_frozen:
+            kill_if_here(self.others[rank], self.me.host)
 
     def _declare_frozen(self, rank: Hashable) -> None:
         assert isinstance(rank, int)

@@ -5,12 +5,15 @@ complete set of variables; MASTER_ADDR and MASTER_PORT alone mean nothing.
 """
 
 import fcntl
+import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, Literal
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -182,3 +185,10 @@ def choose_interface(address: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if address != LOOPBACK:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def report_to_launcher(env: LauncherEnv, message: str) -> None:
+    """Leave the reason of a failure where torchelastic looks for it."""
+    if env.error_file is not None:
+        entry = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
+        Path(env.error_file).write_text(json.dumps(entry))

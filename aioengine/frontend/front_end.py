@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, assert_never
@@ -67,6 +67,7 @@ class FrontEnd:
         *,
         max_concurrent_requests: int,
         heartbeat_seconds: float,
+        on_frozen: Callable[[RankInfo], None],
     ) -> None:
         self.replicas = [
             Replica(dp_rank, link, leader) for dp_rank, (link, leader) in enumerate(leaders)
@@ -83,6 +84,7 @@ class FrontEnd:
         self._open: set[Generation] = set()
         self._heartbeat_seconds = heartbeat_seconds
         self._beats = Heartbeats(heartbeat_seconds)
+        self._on_frozen = on_frozen
         self.started = asyncio.Event()
         """No replica is starting any more, and one serves."""
         self.idle = asyncio.Event()
@@ -204,6 +206,7 @@ class FrontEnd:
         replica = self.replicas[dp_rank]
         limit = f"--heartbeat-seconds {self._heartbeat_seconds:g}"
         self._on_failed(replica, f"{replica.leader}: silent for more than {limit}")
+        self._on_frozen(replica.leader)
 
     def _on_event(self, replica: Replica, event: LeaderEvent) -> None:
         if replica.failed_cause is not None:

@@ -17,6 +17,7 @@ from aioengine.messages import (
     AddRequest,
     DrainRequested,
     Heartbeat,
+    RankInfo,
     RequestDelta,
     SamplingParams,
     Shutdown,
@@ -427,7 +428,8 @@ async def test_requests_are_counted_by_how_they_end() -> None:
 
 async def test_a_silent_leader_is_a_failed_replica() -> None:
     """Leaders beat from ready on; the front end beats from its start."""
-    front_end, (leader,) = front_end_with_leaders(1, heartbeat_seconds=0.1)
+    frozen: list[RankInfo] = []
+    front_end, (leader,) = front_end_with_leaders(1, heartbeat_seconds=0.1, frozen=frozen)
     async with asyncio.TaskGroup() as tasks:
         beats = tasks.create_task(front_end.run_heartbeats())
         assert await leader.next(Heartbeat) == Heartbeat()
@@ -435,3 +437,4 @@ async def test_a_silent_leader_is_a_failed_replica() -> None:
         await front_end.all_failed.wait()
         beats.cancel()
     assert front_end.causes == [f"{info(0)}: silent for more than --heartbeat-seconds 0.1"]
+    assert frozen == [info(0)]

@@ -67,7 +67,10 @@ class FakeLeader(Mailbox):
 
 
 def front_end_with_leaders(
-    num_replicas: int, max_concurrent_requests: int = 100, heartbeat_seconds: float = 5.0
+    num_replicas: int,
+    max_concurrent_requests: int = 100,
+    heartbeat_seconds: float = 5.0,
+    frozen: list[RankInfo] | None = None,
 ) -> tuple[FrontEnd, list[FakeLeader]]:
     """Started; no replica is ready."""
     links: list[tuple[Link, RankInfo]] = []
@@ -81,6 +84,7 @@ def front_end_with_leaders(
         links,
         max_concurrent_requests=max_concurrent_requests,
         heartbeat_seconds=heartbeat_seconds,
+        on_frozen=frozen.append if frozen is not None else lambda leader: None,
     )
     front_end.start()
     return front_end, leaders
