@@ -10,10 +10,10 @@ from aioengine.api.errors import invalid, unsupported
 from aioengine.api.outputs import (
     chat_logprobs,
     collect,
-    end_with_error,
     json_response,
     new_id,
     prompt_logprobs,
+    stream_generation,
     usage,
 )
 from aioengine.api.prompts import (
@@ -23,8 +23,6 @@ from aioengine.api.prompts import (
     start_generation,
 )
 from aioengine.api.schema import ChatBody, StreamOptions, decode_sampling_body
-from aioengine.api.sse import EventStream
-from aioengine.errors import RequestFailedError
 from aioengine.frontend.records import Generation, Update
 from aioengine.frontend.text import ServedModel
 
@@ -100,29 +98,15 @@ class _Answer:
 
     async def stream(self, request: web.Request, generation: Generation) -> web.StreamResponse:
         options = self._body.stream_options or StreamOptions()
-        stream = EventStream(request)
-        await stream.open()
-        await stream.send(
-            self._first_chunk(choice.index, generation, options) for choice in generation.choices
+        return await stream_generation(
+            request,
+            generation,
+            opening=[self._first_chunk(c.index, generation, options) for c in generation.choices],
+            chunk=lambda update: self._chunk(update, generation, options),
+            wants_details=bool(self._body.return_token_ids or self._body.logprobs),
+            usage_head=self._head if options.include_usage else None,
+            n=len(generation.choices),
         )
-        try:
-            async for updates in generation:
-                await stream.send(
-                    self._chunk(update, generation, options)
-                    for update in updates
-                    if self._is_worth_sending(update)
-                )
-        except RequestFailedError as error:
-            return await end_with_error(stream, error)
-        if options.include_usage:
-            total = usage(generation.choices, len(generation.choices))
-            await stream.send([{**self._head, "choices": [], "usage": total}])
-        await stream.close()
-        return stream.response
-
-    def _is_worth_sending(self, update: Update) -> bool:
-        details = self._body.return_token_ids or self._body.logprobs
-        return bool(update.text or update.finish_reason or (details and update.token_ids))
 
     def _first_chunk(
         self, index: int, generation: Generation, options: StreamOptions

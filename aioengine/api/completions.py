@@ -9,10 +9,10 @@ from aioengine.api.context import API, Api
 from aioengine.api.outputs import (
     collect,
     completion_logprobs,
-    end_with_error,
     json_response,
     new_id,
     prompt_logprobs,
+    stream_generation,
     usage,
 )
 from aioengine.api.prompts import (
@@ -22,8 +22,6 @@ from aioengine.api.prompts import (
     start_generation,
 )
 from aioengine.api.schema import CompletionBody, StreamOptions, decode_sampling_body
-from aioengine.api.sse import EventStream
-from aioengine.errors import RequestFailedError
 from aioengine.frontend.records import Generation, Update
 from aioengine.frontend.text import ServedModel
 
@@ -98,27 +96,14 @@ class _Answer:
 
     async def stream(self, request: web.Request, generation: Generation) -> web.StreamResponse:
         options = self._body.stream_options or StreamOptions()
-        stream = EventStream(request)
-        await stream.open()
-        try:
-            async for updates in generation:
-                await stream.send(
-                    self._chunk(update, generation, options)
-                    for update in updates
-                    if self._is_worth_sending(update)
-                )
-        except RequestFailedError as error:
-            return await end_with_error(stream, error)
-        if options.include_usage:
-            await stream.send(
-                [{**self._head, "choices": [], "usage": usage(generation.choices, self._n)}]
-            )
-        await stream.close()
-        return stream.response
-
-    def _is_worth_sending(self, update: Update) -> bool:
-        details = self._body.return_token_ids or self._body.logprobs is not None
-        return bool(update.text or update.finish_reason or (details and update.token_ids))
+        return await stream_generation(
+            request,
+            generation,
+            chunk=lambda update: self._chunk(update, generation, options),
+            wants_details=bool(self._body.return_token_ids) or self._body.logprobs is not None,
+            usage_head=self._head if options.include_usage else None,
+            n=self._n,
+        )
 
     def _chunk(
         self, update: Update, generation: Generation, options: StreamOptions

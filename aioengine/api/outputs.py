@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -132,8 +132,36 @@ async def collect(generation: Generation) -> list[Update]:
     return whole
 
 
-async def end_with_error(stream: EventStream, error: RequestFailedError) -> web.StreamResponse:
-    """A failure in a stream: one error event, then the end."""
-    await stream.send([error_body(503, str(error))])
+async def stream_generation(
+    request: web.Request,
+    generation: Generation,
+    *,
+    chunk: Callable[[Update], dict[str, Any]],
+    wants_details: bool,
+    usage_head: dict[str, Any] | None,
+    n: int,
+    opening: Sequence[dict[str, Any]] = (),
+) -> web.StreamResponse:
+    """Send updates as they come, formatted by `chunk`, then the usage where it was asked for.
+
+    An update without text waits for the next, unless the client `wants_details` of each token. A
+    failure is one error event, then the end.
+    """
+    stream = EventStream(request)
+    await stream.open()
+    await stream.send(opening)
+    try:
+        async for updates in generation:
+            await stream.send(
+                chunk(update)
+                for update in updates
+                if update.text or update.finish_reason or (wants_details and update.token_ids)
+            )
+    except RequestFailedError as error:
+        await stream.send([error_body(503, str(error))])
+    else:
+        if usage_head is not None:
+            total = usage(generation.choices, n)
+            await stream.send([{**usage_head, "choices": [], "usage": total}])
     await stream.close()
     return stream.response

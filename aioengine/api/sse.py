@@ -30,7 +30,8 @@ class EventStream:
         await self.response.prepare(self._request)
 
     async def send(self, messages: Iterable[object]) -> None:
-        await self.response.write(b"".join(map(event, messages)))
+        if data := b"".join(map(event, messages)):
+            await self.response.write(data)
 
     async def close(self) -> None:
         await self.response.write(DONE)
