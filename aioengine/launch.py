@@ -58,7 +58,7 @@ def leave(code: int) -> NoReturn:
 def prepare(config: EngineConfig) -> tuple[Place, ModelConfig, ModelSource]:
     """Everything that can be wrong without meeting another rank. Raises ValueError."""
     place = Place.find(config, os.environ)
-    source = resolve_model(config.model, config.startup_timeout_seconds)
+    source = resolve_model(config.model, place.startup.left_s)
     if source.hub_id is not None:  # with its commit, so that ranks of different ones are refused
         pinned = msgspec.structs.replace(config, model=str(source.hub_id))
         place = dataclasses.replace(place, config=pinned)

@@ -5,9 +5,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from aioengine.control.bootstrap import Bootstrap, Seat, run_in_daemon_thread
+from aioengine.control.bootstrap import (
+    Bootstrap,
+    KeyValueStore,
+    Seat,
+    run_in_daemon_thread,
+)
 from aioengine.control.channel import Link, MemoryLink
+from aioengine.control.deadline import VERDICT_GRACE_S
 from aioengine.dist.launcher import open_launcher_store
+from aioengine.errors import StartupTimeoutError
 from aioengine.messages import Endpoint, Member, RankInfo, Roster
 from aioengine.rank.place import Place
 
@@ -35,9 +42,7 @@ async def join_launch(place: Place, max_frame_bytes: int) -> Links:
     Raises StartupError or StartupTimeoutError that names the ranks that are missing or differ.
     """
     env, config = place.env, place.config
-    store = None
-    if env.world_size > 1:
-        store = await run_in_daemon_thread(open_launcher_store, env, config.startup_timeout_seconds)
+    store = await _open_store(place) if env.world_size > 1 else None
     async with asyncio.TaskGroup() as tasks:
         bootstrap = Bootstrap(
             tasks,
@@ -47,6 +52,7 @@ async def join_launch(place: Place, max_frame_bytes: int) -> Links:
             job_secret=env.job_secret,
             address=place.address,
             max_frame_bytes=max_frame_bytes,
+            deadline=place.startup,
         )
 
         def entry(endpoint: Endpoint | None) -> Member:
@@ -58,6 +64,18 @@ async def join_launch(place: Place, max_frame_bytes: int) -> Links:
             return await _connect(bootstrap, place, roster)
         finally:
             bootstrap.close()
+
+
+async def _open_store(place: Place) -> KeyValueStore:
+    try:
+        async with place.startup.bound(VERDICT_GRACE_S):
+            return await run_in_daemon_thread(open_launcher_store, place.env, place.startup.left_s)
+    except TimeoutError:
+        raise StartupTimeoutError(
+            f"rank {place.rank} does not get an answer from the launcher's store at "
+            f"{place.env.master_addr}:{place.env.master_port} within --startup-timeout-seconds "
+            f"{place.startup.limit_s:g}; rank 0 or its launcher is frozen"
+        ) from None
 
 
 def _seats(place: Place) -> list[Seat]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from aioengine.config import EngineConfig, refuse_unsupported
+from aioengine.control.deadline import Deadline, process_age_s
 from aioengine.dist.launcher import LauncherEnv, own_address, read_environment
 from aioengine.layout import ParallelLayout
 from aioengine.messages import RankInfo
@@ -22,6 +23,8 @@ class Place:
     env: LauncherEnv
     layout: ParallelLayout
     address: str
+    startup: Deadline
+    """`--startup-timeout-seconds`, from the start of the process; rank 0's once it is met."""
 
     @classmethod
     def find(cls, config: EngineConfig, environ: Mapping[str, str]) -> Self:
@@ -34,7 +37,8 @@ class Place:
             pp_size=config.pipeline_parallel_size,
             dp_size=config.data_parallel_size,
         )
-        return cls(config, env, layout, own_address(env, config.host_ip))
+        startup = Deadline(config.startup_timeout_seconds, process_age_s())
+        return cls(config, env, layout, own_address(env, config.host_ip), startup)
 
     @property
     def rank(self) -> int:

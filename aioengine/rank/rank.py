@@ -142,11 +142,12 @@ class Rank:
                 links.peers,
                 links.front_ends,
                 place.address,
+                place.startup,
             )
         else:
             leader = place.leader_rank
             watch = self._watch({leader: infos[leader]})
-            self._engine = Peer(place.config, watch, leader, links.leader, device, worker)
+            self._engine = Peer(watch, leader, links.leader, device, worker, place.startup)
         failure = await self._engine.run()
         if failure is not None:
             log.error("first failure: %s", failure.cause)

@@ -51,6 +51,9 @@ class HttpService:
         # Leaders hear from this front end until it has told them to end.
         async with asyncio.TaskGroup() as tasks:
             beats = tasks.create_task(front_end.run_heartbeats(), name="heartbeats")
+            limit = tasks.create_task(
+                front_end.limit_start(place.startup), name="limit of the start-up"
+            )
             try:
                 url = await server.open()
                 log.info("HTTP at %s (answers 503 until ready)", url)
@@ -61,12 +64,13 @@ class HttpService:
                 await server.close()
             await front_end.shut_down()
             beats.cancel()
+            limit.cancel()
 
     async def _load_text(self) -> ServedModel:
         config = self._place.config
         try:
             tokenizer = await self._text.run(
-                resolve_tokenizer, config.tokenizer, self._source, config.startup_timeout_seconds
+                resolve_tokenizer, config.tokenizer, self._source, self._place.startup.left_s
             )
             return await self._text.run(
                 load_served_model,
