@@ -33,7 +33,7 @@ from aioengine.control.bootstrap import Bootstrap, Seat, run_in_daemon_thread
 from aioengine.control.channel import Link, MemoryLink
 from aioengine.control.signals import Signals
 from aioengine.control.watch import Failure, Watch, kill_if_here
-from aioengine.core.stages import split_layers
+from aioengine.core.stages import check_fits_model
 from aioengine.dist.launcher import (
     LauncherEnv,
     choose_interface,
@@ -146,16 +146,6 @@ def prepare(config: EngineConfig) -> Setup:
     choose_interface(setup.address)
     setproctitle.setproctitle(f"aioengine {setup.info.coords} (rank {env.rank}/{env.world_size})")
     return setup
-
-
-def check_fits_model(config: EngineConfig, model: ModelConfig) -> None:
-    """ValueError for settings that the model cannot follow."""
-    split_layers(model.num_layers, config.pipeline_parallel_size, config.stage_layers())
-    if config.max_model_len is not None and config.max_model_len > model.max_position:
-        raise ValueError(
-            f"--max-model-len {config.max_model_len} is more than the {model.max_position} "
-            f"positions that {model.name} was trained for"
-        )
 
 
 def set_up_logging(setup: Setup) -> None:

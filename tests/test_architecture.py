@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "frontend": "root checkpoint control asyncio msgspec tokenizers jinja2 prometheus_client",
     "api": "root frontend asyncio msgspec aiohttp prometheus_client",
     "cli": "root core checkpoint dist layers models weights worker control engine frontend api "
-    "asyncio msgspec numpy torch",
+    "asyncio msgspec numpy torch rich",
     "launch": "root core checkpoint dist layers models weights worker control engine frontend api "
     "asyncio msgspec torch aiohttp uvloop setproctitle",
 }
