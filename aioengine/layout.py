@@ -312,9 +312,9 @@ class Nodes:
         """Its number on its node, which chooses its device."""
         return rank % self.ranks_per_node
 
-    def nodes_of(self, ranks: Sequence[int]) -> range:
-        """From the first to the last node that ascending `ranks` are on."""
-        return range(self.node_of(ranks[0]), self.node_of(ranks[-1]) + 1)
+    def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The nodes that ascending `ranks` are on, each once."""
+        return tuple(dict.fromkeys(map(self.node_of, ranks)))
 
     def are_crossed(self, ranks: Sequence[int]) -> bool:
         """Whether ascending `ranks` are on more than one node."""

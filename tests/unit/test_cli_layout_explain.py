@@ -129,6 +129,8 @@ def test_what_goes_over_the_network() -> None:
     notes = said(GRID, 4, nodes=Nodes(3, 4))
     assert notes["tp 4-5"].endswith("All of it stays on node 1.")
     assert notes["pp 0,2,4"].endswith("It goes over the network, between nodes 0-1.")
+    notes = said(GRID, 4, nodes=Nodes(6, 2))
+    assert notes["feedback 0-1,4"].endswith("It goes over the network, between nodes 0,2.")
 
 
 def test_layers_and_heads_of_a_model() -> None:
