@@ -19,7 +19,7 @@ import uvloop
 from aioengine.checkpoint.source import ModelSource, read_model_config, resolve_model
 from aioengine.config import EngineConfig
 from aioengine.control.signals import Signals
-from aioengine.core.stages import split_layers
+from aioengine.core.stages import check_fits_model
 from aioengine.dist.launcher import choose_interface, report_to_launcher
 from aioengine.errors import EngineError, StartupError
 from aioengine.flags import build_parser, parse_config
@@ -69,16 +69,6 @@ def prepare(config: EngineConfig) -> tuple[Place, ModelConfig, ModelSource]:
     choose_interface(place.address)
     setproctitle.setproctitle(place.title)
     return place, model, source
-
-
-def check_fits_model(config: EngineConfig, model: ModelConfig) -> None:
-    """ValueError for settings that the model cannot follow."""
-    split_layers(model.num_layers, config.pipeline_parallel_size, config.stage_layers())
-    if config.max_model_len is not None and config.max_model_len > model.max_position:
-        raise ValueError(
-            f"--max-model-len {config.max_model_len} is more than the {model.max_position} "
-            f"positions that {model.name} was trained for"
-        )
 
 
 async def run_rank(place: Place, model: ModelConfig, source: ModelSource) -> int:

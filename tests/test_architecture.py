@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "api": "root frontend asyncio msgspec aiohttp prometheus_client",
     "rank": "root core checkpoint dist worker control engine frontend api asyncio msgspec",
     "cli": "root core checkpoint dist layers models weights worker control engine frontend api "
-    "rank asyncio msgspec numpy torch",
+    "rank asyncio msgspec numpy torch rich",
     "launch": "root core checkpoint dist worker control rank asyncio msgspec uvloop setproctitle",
 }
 GUARDED = {"asyncio"}
