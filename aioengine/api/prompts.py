@@ -13,6 +13,7 @@ from aioengine.api.schema import ChatBody, Message, SamplingBody, TokenizeBody
 from aioengine.frontend.detokenizer import IncrementalDetokenizer
 from aioengine.frontend.front_end import UnavailableError
 from aioengine.frontend.records import ChoiceSpec, Generation
+from aioengine.frontend.template import TemplateError
 from aioengine.frontend.text import ServedModel
 from aioengine.messages import SamplingParams
 from aioengine.model_config import DefaultSampling
@@ -58,8 +59,8 @@ async def encode_chat(
 
     try:
         return await api.text.run(render)
-    except ValueError as error:
-        raise invalid(f"chat template: {error}", "messages") from None
+    except TemplateError as error:
+        raise invalid(str(error), error.field) from None
 
 
 def _check_text(api: Api, model: ServedModel, text: str, field: str) -> None:
@@ -83,13 +84,14 @@ def choice_specs(
     *,
     prompt_field: str,
     max_tokens: int | None,
+    max_tokens_field: str = "max_tokens",
     default_max_tokens: int | None = None,
     logprobs: int | None,
 ) -> list[ChoiceSpec]:
     """n choices per prompt, prompt by prompt.
 
     `max_tokens` is what the client asked for; else `default_max_tokens`, as far as the context
-    lasts (None: all of it).
+    lasts (None: all of it). Of both, the fields are named that a refusal blames.
     """
     body = _with_defaults(body, model.config.default_sampling)
     n = body.n or 1
@@ -106,9 +108,9 @@ def choice_specs(
         room = _check_prompt(api, model, prompt_ids, prompt_field)
         if max_tokens is not None and max_tokens > room:
             raise invalid(
-                f"max_tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens exceed the "
-                f"context of {api.front_end.max_model_len} tokens",
-                "max_tokens",
+                f"{max_tokens_field} {max_tokens} and a prompt of {len(prompt_ids)} tokens exceed "
+                f"the context of {api.front_end.max_model_len} tokens",
+                max_tokens_field,
                 "context_length_exceeded",
             )
         num_tokens = max_tokens or min(room, default_max_tokens or room)
@@ -208,7 +210,8 @@ def _stop_token_ids(model: ServedModel, body: SamplingBody) -> tuple[int, ...]:
     stop_ids = list(body.stop_token_ids or [])
     if len(stop_ids) > limits.MAX_STOP_TOKEN_IDS:
         raise invalid(
-            f"at most {limits.MAX_STOP_TOKEN_IDS} ids, got {len(stop_ids)}", "stop_token_ids"
+            f"stop_token_ids has {len(stop_ids)} ids, the limit is {limits.MAX_STOP_TOKEN_IDS}",
+            "stop_token_ids",
         )
     if any(token_id >= model.config.vocab_size for token_id in stop_ids):
         raise invalid(
