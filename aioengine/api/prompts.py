@@ -121,6 +121,7 @@ def choice_specs(
                 stop=stop,
                 include_stop=bool(body.include_stop_str_in_output),
                 skip_special_tokens=body.skip_special_tokens is not False,
+                min_tokens=params.min_tokens,
             )
             specs.append(
                 ChoiceSpec(

@@ -190,6 +190,15 @@ async def test_a_stop_string(include: bool, text: str) -> None:
         await server.leader.aborted()
 
 
+async def test_stop_strings_count_only_after_min_tokens() -> None:
+    body = {**PROMPT, "stop": "END", "min_tokens": 4}
+    async with serving() as server:
+        answer = await asked(server, COMPLETIONS, body, "END", " and", " END", " more")
+        (choice,) = answer.json["choices"]
+        assert choice["text"] == "END and "
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "END")
+
+
 # --- several choices -----------------------------------------------------------------------------
 
 
