@@ -121,12 +121,7 @@ async def collect(generation: Generation) -> list[Update]:
     try:
         async for updates in generation:
             for update in updates:
-                total = whole[update.index]
-                total.text += update.text
-                total.token_ids += update.token_ids
-                total.logprobs += update.logprobs
-                total.finish_reason = update.finish_reason
-                total.stop_reason = update.stop_reason
+                whole[update.index].extend(update)
     except RequestFailedError as error:
         raise ApiError(503, str(error)) from None
     return whole
