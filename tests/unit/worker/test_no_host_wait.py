@@ -11,7 +11,13 @@ import msgspec
 import pytest
 import torch
 from support.launching import STORIES
-from support.plans import GREEDY, ScriptedRequest
+from support.plans import (
+    EVERY_RULE,
+    GREEDY,
+    ScriptedRequest,
+    plans_with_every_rule,
+    run_plans,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,15 +42,6 @@ SCALAR_WHERE = (
     torch.ops.aten.where.ScalarSelf,
     torch.ops.aten.where.ScalarOther,
 )
-RULES: list[dict[str, Any]] = [
-    {},
-    {"temperature": 1.0, "logprobs": 3},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
-    {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.5},
-    {"frequency_penalty": 0.5, "logprobs": 0},
-    {"logit_bias": ((5, -100.0),), "min_tokens": 9, "stop_token_ids": (2,)},
-]
 
 
 class NoBlockingCopies(TorchDispatchMode):
@@ -111,27 +108,10 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
 def test_a_step_reads_the_device_once(
     worker: Worker, fetched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = [msgspec.structs.replace(GREEDY, num_prompt_tokens=5, **rules) for rules in RULES]
-    requests = [
-        ScriptedRequest(slot, 1, one, 1 + 8 * slot, BLOCK_SIZE) for slot, one in enumerate(params)
-    ]
-    prefill = StepPlan(
-        tuple(request.new for request in requests),
-        tuple(request.step([1, 2, 3, 4, 5]) for request in requests),
-        share_sampled=True,
-    )
-    decodes = [
-        StepPlan((), tuple(request.step() for request in requests), share_sampled=True)
-        for _ in range(2)
-    ]
-    literal = StepPlan((), tuple(request.step([7]) for request in requests))
     monkeypatch.setattr(torch, "tensor", None)  # torch.tensor(…, device=…) blocks
     with NoBlockingCopies():
-        for seq, plan in enumerate([prefill, *decodes, literal]):
-            worker.prepare(seq, plan)
-            result = worker.execute(seq, plan)
-            assert result is not None
-            assert len(result.sampled) == len(RULES)
+        results = run_plans(worker, plans_with_every_rule(BLOCK_SIZE), 1)
+    assert [len(result.sampled) for result in results] == [len(EVERY_RULE)] * 4
     assert fetched == [5] * 4, "ids, and what the log probabilities need, in one read"
 
 
