@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -79,7 +78,7 @@ class Worker:
         self._local_world_size = local_world_size
         self._omp_num_threads = omp_num_threads
         self._max_model_len = config.max_model_len or model_config.max_position
-        self._cfg = msgspec.structs.replace(model_config, max_position=self._max_model_len)
+        self._cfg = model_config
         self._dtype: torch.dtype = getattr(
             torch, model_config.dtype if config.dtype == "auto" else config.dtype
         )
