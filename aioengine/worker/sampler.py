@@ -21,6 +21,8 @@ from aioengine.worker.staging import fetch, send
 
 MIN_TEMPERATURE: Final = 1e-5
 """Below it a row is greedy."""
+MAX_TEMPERATURE: Final = 1e30
+"""Above it a row is drawn as at it, evenly: infinite in float32, it would divide -inf to NaN."""
 NO_LOGPROBS: Final = -1
 UNUSABLE: Final = -1
 """In place of a drawn id, on its way to the host."""
@@ -45,7 +47,7 @@ def row_params(params: SlotParams) -> tuple[float, ...]:
     """In the order of ROW_PARAMS."""
     num_logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
     return (
-        params.temperature,
+        min(params.temperature, MAX_TEMPERATURE),
         params.top_k,
         params.top_p,
         params.min_p,

@@ -138,7 +138,11 @@ def test_extreme_temperatures() -> None:
     for temperature in (1e-30, 1e-5, 1e-4):
         ids = drawn_ids(logits_V, slot_params(temperature=temperature), 20)
         assert set(ids.tolist()) == {best}
-    assert len(drawn_ids(logits_V, slot_params(temperature=1e30), 50).unique()) > 40
+    logits_V[1] = -math.inf  # withheld by min_tokens
+    logits_V[3:] = -math.inf
+    for temperature in (1e30, 1e39, 1e308):
+        ids = drawn_ids(logits_V, slot_params(temperature=temperature), 1000)
+        assert ids.bincount(minlength=3).tolist() == pytest.approx([500, 0, 500], abs=60)
 
 
 def test_raw_logprobs_only_where_asked() -> None:
