@@ -82,7 +82,7 @@ def test_a_poisoned_request_disturbs_no_other(worker: Worker) -> None:
     beside, (bad, bad_prompt) = run(worker, (0, good, 2), (1, [1, POISON, 407, 261], 2))
     assert values(beside) == values(healthy)
     assert all("not finite" in one.error and not one.token_ids for one in bad)
-    assert [math.isnan(one.logprob) for one in bad_prompt[0].logprobs] == [False, True, True]
+    assert math.isnan(bad_prompt[0].logprobs[-1].logprob)
     _, after = run(worker, (0, other, 3), (1, good, 3))
     assert values(after)[0] == values(healthy)[0]
     assert values(after)[1] == pytest.approx(values(healthy)[1], abs=1e-5)
