@@ -5,8 +5,11 @@ each character is looked at once.
 """
 
 import codecs
+import functools
+from collections.abc import Sequence
 
 from aioengine.frontend.tokenizer import Tokenizer
+from aioengine.limits import MAX_STOP_STRINGS
 
 
 class IncrementalDetokenizer:
@@ -91,22 +94,29 @@ class _StopMatcher:
         self.num_matched = 0
         """Length of the longest beginning of the pattern, but not all of it, that the text so far
         ends with."""
-        self._borders = [0] * len(pattern)
-        """Per matched length - 1: the next shorter length that also fits."""
-        matched = 0
-        for i in range(1, len(pattern)):
-            matched = self._step(matched, pattern[i])
-            self._borders[i] = matched
+        self._borders = _borders(pattern)
 
     def advance(self, char: str) -> bool:
         """True when the pattern ends here."""
-        self.num_matched = self._step(self.num_matched, char)
+        self.num_matched = _step(self.pattern, self._borders, self.num_matched, char)
         if self.num_matched < len(self.pattern):
             return False
         self.num_matched = self._borders[-1]
         return True
 
-    def _step(self, matched: int, char: str) -> int:
-        while matched and self.pattern[matched] != char:
-            matched = self._borders[matched - 1]
-        return matched + (self.pattern[matched] == char)
+
+def _step(pattern: str, borders: Sequence[int], matched: int, char: str) -> int:
+    """What is matched after one more character."""
+    while matched and pattern[matched] != char:
+        matched = borders[matched - 1]
+    return matched + (pattern[matched] == char)
+
+
+@functools.lru_cache(maxsize=2 * MAX_STOP_STRINGS)
+def _borders(pattern: str) -> Sequence[int]:
+    """Per matched length - 1: the next shorter length that also fits. Once for all choices of a
+    request: 1,024 of them with 16 long stop strings would take seconds."""
+    borders = [0]
+    for char in pattern[1:]:
+        borders.append(_step(pattern, borders, borders[-1], char))
+    return borders
