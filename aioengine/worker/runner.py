@@ -11,8 +11,9 @@ from torch import Tensor
 from aioengine.checkpoint.source import ModelSource
 from aioengine.config import EngineConfig
 from aioengine.core.stages import split_layers
-from aioengine.dist.groups import (
-    ReplicaGroups,
+from aioengine.dist.worlds import (
+    GroupOptions,
+    Groups,
     ReplicaStore,
     connect_store,
     open_replica_groups,
@@ -69,7 +70,9 @@ class Worker:
         local_rank: int,
         local_world_size: int,
         omp_num_threads: int | None = None,
+        node: str = "0",
     ) -> None:
+        """`node` is the launcher's name for this host."""
         self.doing = "idle"
         self._config = config
         self._layout = layout
@@ -78,6 +81,7 @@ class Worker:
         self._local_rank = local_rank
         self._local_world_size = local_world_size
         self._omp_num_threads = omp_num_threads
+        self._node = node
         self._max_model_len = config.max_model_len or model_config.max_position
         self._cfg = msgspec.structs.replace(model_config, max_position=self._max_model_len)
         self._dtype: torch.dtype = getattr(
@@ -103,7 +107,7 @@ class Worker:
         )
         self._sampler = Sampler(config.logprobs_mode)
         self._store: ReplicaStore | None = None
-        self._groups: ReplicaGroups | None = None
+        self._groups: Groups | None = None
         self._device: torch.device
         self._memory: Memory
         self._stage: LlamaStage
@@ -233,8 +237,12 @@ class Worker:
             self._layout,
             self._rank,
             self._store,
-            self._device,
-            config.distributed_timeout_seconds or config.step_timeout_seconds,
+            GroupOptions(
+                device=self._device,
+                timeout_s=config.distributed_timeout_seconds or config.step_timeout_seconds,
+                node=self._node,
+                custom_all_reduce=not config.disable_custom_all_reduce,
+            ),
         )
         self._link = StageLink(
             self._groups.pp,
