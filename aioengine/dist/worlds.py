@@ -105,7 +105,7 @@ class GroupOptions:
 
 
 def open_replica_groups(
-    layout: ParallelLayout, rank: int, store: ReplicaStore | None, options: GroupOptions
+    layout: ParallelLayout, rank: int, store: dist.Store | None, options: GroupOptions
 ) -> Groups:
     """Builds and exercises every group of `rank`'s replica of a dense model.
 

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 from support.ranks import HOST, TIMEOUT_S, agree_on_port, rank_of_this_process
 from torch import Tensor
@@ -19,6 +20,7 @@ from aioengine.dist import ops
 from aioengine.dist.groups import GroupCoordinator
 from aioengine.dist.process_groups import NcclBackend
 from aioengine.dist.worlds import GroupBuilder, GroupOptions, connect_store, open_store
+from aioengine.errors import EngineError
 
 WORLD = range(8)
 LINES = {
@@ -30,8 +32,8 @@ LINES = {
 """Groups run beside each other, in one order on all ranks."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-LARGE = 100_003
+INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+LARGE = 300_007
 """Values: more than one piece in every backend, not divisible by any number of ranks."""
 
 Views = dict[str, Callable[[Tensor], Tensor]]
@@ -112,6 +114,8 @@ def check_other_types(group: GroupCoordinator) -> None:
     flags = [torch.arange(6) % (rank + 2) == 0 for rank in range(group.world_size)]
     mine = flags[group.rank_in_group]
     assert torch.equal(group.all_gather(mine, 0), torch.cat(flags))
+    with pytest.raises(EngineError, match=r"all_reduce: none of .* takes torch\.bool"):
+        group.all_reduce(mine)
     tiny = mine.to(torch.float8_e4m3fn)
     assert torch.equal(group.all_gather(tiny, 0).float(), torch.cat(flags).float())
 

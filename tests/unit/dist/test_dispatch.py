@@ -1,13 +1,16 @@
 """From a custom op to the first backend that accepts, and what is refused on the way."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from aioengine.dist import backends as backends_module
 from aioengine.dist import ops
+from aioengine.dist.backends import open_backends
 from aioengine.dist.communicators import Communicator, Operation
 from aioengine.errors import EngineError
 
@@ -71,7 +74,7 @@ def test_the_first_that_accepts_does_it(
 
 @pytest.mark.usefixtures("backends")
 def test_a_tensor_that_nobody_takes_is_named() -> None:
-    with pytest.raises(EngineError, match=r"all_reduce: none of \['fast', 'slow'\] takes torch.boo"):
+    with pytest.raises(EngineError, match=r"all_reduce: none of \['fast', 'slow'\] takes torch\.bool"):
         ops.all_reduce(torch.ones(4, dtype=torch.bool), NAME)
 
 
@@ -128,3 +131,51 @@ def test_shapes_when_traced() -> None:
         assert ops.all_reduce(x.t(), NAME).is_contiguous()
         assert ops.all_gather(x, -1, NAME).shape == (4, 32)
         assert ops.reduce_scatter(x, -1, NAME).shape == (4, 2)
+
+
+class FakeGroup:
+    """The first of four ranks; nothing is ever sent."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return SIZE
+
+
+@pytest.mark.parametrize(
+    ("no_custom_because", "chain", "refusal"),
+    [
+        (None, ["fast", "gloo"], "goes without other: no such memory"),
+        ("--disable-custom-all-reduce", ["gloo"], "goes without fast: --disable-custom-all-reduce"),
+    ],
+)
+def test_the_chain_and_each_refusal_are_logged_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    no_custom_because: str | None,
+    chain: list[str],
+    refusal: str,
+) -> None:
+    custom = [
+        ("other", lambda *_: "no such memory"),
+        ("fast", lambda *_: RecordingBackend("fast")),
+    ]
+    monkeypatch.setitem(backends_module.CUSTOM_BACKENDS, "cpu", custom)
+    caplog.set_level("INFO")
+    group: Any = FakeGroup()
+    opened = open_backends(
+        "tp:0",
+        (4, 5, 6, 7),
+        device=torch.device("cpu"),
+        node="0",
+        device_group=group,
+        cpu_group=group,
+        no_custom_because=no_custom_because,
+    )
+    assert [backend.name for backend in opened] == chain
+    assert caplog.messages.count(f"group 'tp:0' {refusal}") == 1
+    assert caplog.messages[-1] == (
+        f"Using {chain} all-reduce backends (in dispatch order) for group 'tp:0' "
+        "[ranks 4, 5, 6, 7]"
+    )
