@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from aioengine.dist.backends import open_backends
+from aioengine.dist.backends import GroupSite, open_backends
 from aioengine.dist.communicators import Communicator
 from aioengine.dist.groups import GroupCoordinator, Transport
 from aioengine.dist.tensor_dict import TensorDictLink
@@ -115,7 +115,7 @@ def open_replica_groups(
     if layout.world_size > 1:
         assert store is not None, "a replica of several ranks needs a store"
         _open_world("replica", store, rank - layout.leader_of(rank), layout.world_size, options)
-    return _build(layout, rank, layout.replica(rank), options, is_mixture=False)
+    return _build(layout, rank, options, one_world=False, is_mixture=False)
 
 
 def open_world_groups(
@@ -144,8 +144,7 @@ def open_world_groups(
     elif layout.launch_world_size > 1:
         assert store is not None, "a world of several ranks needs a store"
         _open_world("world", store, rank, layout.launch_world_size, options)
-    everyone = range(layout.launch_world_size)
-    return _build(layout, rank, everyone, options, is_mixture=is_mixture, leave_world=exists)
+    return _build(layout, rank, options, one_world=True, is_mixture=is_mixture, leave_world=exists)
 
 
 def _open_world(
@@ -163,40 +162,39 @@ def _open_world(
 def _build(
     layout: ParallelLayout,
     rank: int,
-    world: range,
     options: GroupOptions,
     *,
+    one_world: bool,
     is_mixture: bool,
     leave_world: bool = False,
 ) -> Groups:
-    """Every axis, in the same order on all ranks of `world`; then every path once."""
+    """Every axis, in the same order on all ranks of the world; then every path once."""
+    world = layout.world_of(rank, one_world=one_world)
     builder = GroupBuilder(world, rank, options)
 
-    def build(axis: str, layout_axis: Axis) -> GroupCoordinator:
-        group = builder.build(axis, _lines(layout, layout_axis, world))
-        assert group is not None, f"rank {rank} is on no {layout_axis} line"
+    def build(axis: Axis) -> GroupCoordinator:
+        group = builder.build(axis, _lines(layout, axis, world))
+        assert group is not None, f"rank {rank} is on no {axis} line"
         return group
 
-    shares_replicas = len(world) > layout.world_size
+    replicas = world[:: layout.world_size]
     groups = Groups(
-        tp=build("tp", "tp"),
-        dcp=build("dcp", "dcp"),
-        pcp=build("pcp", "pcp"),
-        pp=build("pp", "pp"),
-        dp=build("dp", "dp")
-        if shares_replicas
-        else builder.coordinates("dp", layout.group("dp", rank)),
-        feedback=builder.build("feedback", _feedback_lines(layout, world)),
-        experts=(build("ep", "ep"), build("eplb", "ep")) if is_mixture else None,
+        tp=build("tp"),
+        dcp=build("dcp"),
+        pcp=build("pcp"),
+        pp=build("pp"),
+        dp=build("dp") if one_world else builder.coordinates("dp", layout.group("dp", rank)),
+        feedback=builder.build("feedback", map(layout.feedback_ranks, replicas)),
+        experts=(build("ep"), build("eplb")) if is_mixture else None,
         owns_world=len(world) > 1 and not leave_world,
     )
     for group in (groups.tp, groups.dcp, groups.pcp, *(groups.experts or ())):
         group.exercise([])
-    if shares_replicas:
+    if one_world:
         groups.dp.exercise([])
     groups.pp.exercise(itertools.pairwise(range(groups.pp.world_size)))
     if (feedback := groups.feedback) is not None:
-        source = feedback.ranks.index(output_rank(layout, rank))
+        source = feedback.ranks.index(layout.output_rank_of(rank))
         feedback.exercise((source, i) for i in range(feedback.world_size) if i != source)
     return groups
 
@@ -247,15 +245,17 @@ class GroupBuilder:
             no_custom_because = "its ranks only send and receive"
         elif not self._options.custom_all_reduce:
             no_custom_because = "--disable-custom-all-reduce"
-        backends = open_backends(
-            name,
-            ranks,
+        site = GroupSite(
+            name=name,
+            ranks=ranks,
+            rank=self._rank,
             device=device,
             node=self._options.node,
+            timeout_s=self._options.timeout_s,
             device_group=device_group,
             cpu_group=cpu_group,
-            no_custom_because=no_custom_because,
         )
+        backends = open_backends(site, no_custom_because=no_custom_because)
         return Transport(
             device_group,
             cpu_group,
@@ -274,21 +274,9 @@ class GroupBuilder:
         return group
 
 
-def output_rank(layout: ParallelLayout, rank: int) -> int:
-    """The global rank that samples in `rank`'s replica."""
-    return layout.replica(rank)[layout.output_rank_in_replica]
-
-
 def _lines(layout: ParallelLayout, axis: Axis, world: range) -> Iterator[tuple[int, ...]]:
     """The groups of an axis that lie in `world`, each once."""
     for rank in world:
         line = layout.group(axis, rank)
         if line[0] == rank:
             yield line
-
-
-def _feedback_lines(layout: ParallelLayout, world: range) -> Iterator[tuple[int, ...]]:
-    """Of every replica in `world`: its output rank and all ranks of its first stage, ascending."""
-    for leader in world[:: layout.world_size]:
-        first_stage = layout.replica(leader)[: layout.pcp_size * layout.tp_size]
-        yield tuple(sorted({*first_stage, output_rank(layout, leader)}))

@@ -18,7 +18,6 @@ from aioengine.dist.worlds import (
     connect_store,
     open_replica_groups,
     open_store,
-    output_rank,
 )
 from aioengine.layout import ParallelLayout
 from aioengine.messages import Sampled, StepPlan, StepResult
@@ -88,7 +87,7 @@ class Worker:
             torch, model_config.dtype if config.dtype == "auto" else config.dtype
         )
         coords = layout.coords(rank)
-        self._output_rank = output_rank(layout, rank)
+        self._output_rank = layout.output_rank_of(rank)
         self._role = Role(
             is_first=coords.pp == 0,
             is_last=coords.pp == layout.pp_size - 1,

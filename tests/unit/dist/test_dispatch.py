@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aioengine.dist import backends as backends_module
 from aioengine.dist import ops
-from aioengine.dist.backends import open_backends
+from aioengine.dist.backends import GroupSite, open_backends
 from aioengine.dist.communicators import Communicator, Operation
 from aioengine.errors import EngineError
 
@@ -134,10 +134,7 @@ def test_shapes_when_traced() -> None:
 
 
 class FakeGroup:
-    """The first of four ranks; nothing is ever sent."""
-
-    def rank(self) -> int:
-        return 0
+    """Of four ranks; nothing is ever sent."""
 
     def size(self) -> int:
         return SIZE
@@ -164,15 +161,17 @@ def test_the_chain_and_each_refusal_are_logged_once(
     monkeypatch.setitem(backends_module.CUSTOM_BACKENDS, "cpu", custom)
     caplog.set_level("INFO")
     group: Any = FakeGroup()
-    opened = open_backends(
-        "tp:0",
-        (4, 5, 6, 7),
+    site = GroupSite(
+        name="tp:0",
+        ranks=(4, 5, 6, 7),
+        rank=4,
         device=torch.device("cpu"),
         node="0",
+        timeout_s=1.0,
         device_group=group,
         cpu_group=group,
-        no_custom_because=no_custom_because,
     )
+    opened = open_backends(site, no_custom_because=no_custom_because)
     assert [backend.name for backend in opened] == chain
     assert caplog.messages.count(f"group 'tp:0' {refusal}") == 1
     assert caplog.messages[-1] == (
