@@ -21,8 +21,8 @@ from aioengine.dist.process_groups import as_bytes
 
 ALIGNMENT: Final = 64
 """Bytes; of every tensor within its block."""
-MAX_DICTS_IN_FLIGHT: Final = 16
-"""Sends to one rank; one more waits until the receiver has taken the oldest."""
+MAX_DICTS_IN_FLIGHT: Final = 8
+"""Sends to one rank, whose blocks are kept; one more waits until the receiver has taken the oldest."""
 
 _TAG: Final = 1
 """Of gloo messages; plain isend and irecv of a group use tag 0, so the two never mix."""
@@ -129,17 +129,15 @@ def broadcast_dict(
     device_group: dist.ProcessGroup,
 ) -> dict[str, Any]:
     """The dict of the member `source`, on every other member; only `source` passes one."""
-    packed = None
-    if cpu_group.rank() == source:
-        assert values is not None, "the source of a broadcast has the values"
-        packed = pack(values, device)
+    packed = None if values is None else pack(values, device)
+    assert (packed is not None) == (cpu_group.rank() == source), "the source alone has the values"
     sizes = torch.zeros(3, dtype=torch.int64) if packed is None else packed.sizes
     dist.broadcast(sizes, group=cpu_group, group_src=source)
     blocks = packed or PackedDict.receiving(sizes, device)
     dist.broadcast(blocks.host, group=cpu_group, group_src=source)
     if len(blocks.device):
         dist.broadcast(blocks.device, group=device_group, group_src=source)
-    return unpack(blocks) if packed is None else dict(values or {})
+    return unpack(blocks) if values is None else dict(values)
 
 
 class SentDict:
