@@ -1,10 +1,10 @@
 """Every collective through the custom ops, on real ranks."""
 
-import pytest
 from support.ranks import run_ranks
 
+BACKENDS = ["gloo"]
 
-@pytest.mark.parametrize("backend", ["gloo"])
-def test_eight_ranks(backend: str) -> None:
-    """In groups of 2, 3, 4 and 8."""
-    run_ranks("support.collectives_ranks", 8, backend)
+
+def test_eight_ranks() -> None:
+    """Of which groups of 2, 3, 4 and 8 are made; one launch for all backends."""
+    run_ranks("support.collectives_ranks", 8, *BACKENDS)

@@ -1,5 +1,5 @@
-"""Run by test_collectives.py on 8 ranks: one backend through the custom ops, against sums and
-joins that each rank computes alone. Argument: the name of the backend that must come first.
+"""Run by test_collectives.py on 8 ranks: backends through the custom ops, against sums and joins
+that each rank computes alone. Arguments: names of backends, each first in its groups' chains.
 
 Sums are expected to be bitwise those of a float32 sum (integers and float64: in their own type) in
 rank order, rounded once. So they are equal across ranks and runs, and within 1 ulp of the exact sum
@@ -8,7 +8,7 @@ of half types.
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -166,29 +166,16 @@ def check_schemas(group: GroupCoordinator) -> None:
         torch.library.opcheck(op, arguments, test_utils=tests)
 
 
-def my_groups(builder: GroupBuilder) -> Iterator[GroupCoordinator]:
-    groups = [builder.build(axis, lines) for axis, lines in LINES.items()]
-    for group in groups:
-        if group is not None:
-            group.exercise([])
-            yield group
-
-
-def main() -> None:
-    backend = sys.argv[1]
-    rank = rank_of_this_process()
-    logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(message)s")
-    torch.set_num_threads(1)
-    stores = [open_store(HOST)] if rank == 0 else []
-    port = agree_on_port(lambda: stores[0].port)
-    store = stores[0] if stores else connect_store(HOST, port, TIMEOUT_S)
-    init_process_group("gloo", store=store, rank=rank, world_size=len(WORLD))
+def check_backend(backend: str, rank: int) -> None:
     options = GroupOptions(
         device=torch.device("cpu"), timeout_s=TIMEOUT_S, custom_all_reduce=backend != "gloo"
     )
-    groups = list(my_groups(GroupBuilder(WORLD, rank, options)))
+    builder = GroupBuilder(WORLD, rank, options)
+    built = [builder.build(axis, lines) for axis, lines in LINES.items()]
+    groups = [group for group in built if group is not None]
     for group in groups:
         assert group.communicator.names[0] == backend
+        group.exercise([])
         check_types_and_shapes(group)
         check_other_types(group)
     if rank in LINES["two"][0]:
@@ -197,6 +184,18 @@ def main() -> None:
         check_nccl_shapes(groups[0])
     for group in groups:
         group.close()
+
+
+def main() -> None:
+    rank = rank_of_this_process()
+    logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(message)s")
+    torch.set_num_threads(1)
+    stores = [open_store(HOST)] if rank == 0 else []
+    port = agree_on_port(lambda: stores[0].port)
+    store = stores[0] if stores else connect_store(HOST, port, TIMEOUT_S)
+    init_process_group("gloo", store=store, rank=rank, world_size=len(WORLD))
+    for backend in sys.argv[1:]:
+        check_backend(backend, rank)
     destroy_process_group()
 
 
