@@ -73,7 +73,7 @@ def kv_shape(plan: StagePlan, block_size: int) -> KVShape:
         plan.cfg,
         plan.layers,
         tp_rank=plan.tp.rank_in_group,
-        tp_size=plan.tp.size,
+        tp_size=plan.tp.world_size,
         block_size=block_size,
         dtype=plan.dtype,
     )

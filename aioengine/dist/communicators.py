@@ -4,59 +4,58 @@ All ranks of a group must pick the same backend, so `accepts` may look only at w
 of them: shape, type and device.
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from aioengine.errors import EngineError
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 
 
 class CollectiveBackend(Protocol):
-    """One way to run collectives. Inputs are left as they are; results are new tensors."""
+    """One way to run collectives in one group of two or more ranks.
+
+    Inputs are left as they are and results are new, contiguous tensors, but for `broadcast`.
+    Callers have checked that `dim` is a dimension of x, 0 or more, which the group's size divides
+    in `reduce_scatter`, and that the backend accepts x for this operation. x may be empty, without
+    dimensions, or not contiguous.
+    """
 
     name: str
 
-    def accepts(self, x: Tensor) -> bool: ...
+    def accepts(self, operation: Operation, x: Tensor) -> bool:
+        """Looks only at what is equal on all ranks: shape, type and device; never at strides.
+
+        It costs every call (`x.is_cpu` 0.04 µs, `x.device.type` 0.32).
+        """
+        ...
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor: ...
 
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor: ...
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """Overwrites x with that of the member `source`."""
+        ...
+
     def close(self) -> None: ...
 
 
-class ProcessGroupBackend:
-    """torch.distributed's own: gloo for CPU tensors, NCCL for CUDA ones. Borrows the group."""
-
-    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
-        self.name = str(dist.get_backend(group))
-        self._group = group
-        self._size = group.size()
-        self._device_type = device_type
-
-    def accepts(self, x: Tensor) -> bool:
-        return x.device.type == self._device_type
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        result = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, group=self._group)
-        return result
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        parts = x.new_empty(self._size, *x.shape)
-        dist.all_gather(list(parts.unbind()), x.contiguous(), group=self._group)
-        shape = list(x.shape)
-        shape[dim] *= self._size
-        return parts.movedim(0, dim % x.dim()).reshape(shape)
-
-    def close(self) -> None:
-        """The process group ends with its owner, `ReplicaGroups`."""
-
-
 class Communicator:
-    """The dispatch chain of one group; owns its backends."""
+    """The dispatch chain of one group; owns its backends.
 
-    def __init__(self, backends: list[CollectiveBackend]) -> None:
+    A call costs the custom op 1.5 µs and this class 0.2: the operations are spelled out, because
+    each is on the path of every layer.
+    """
+
+    __slots__ = ("_backends", "world_size")
+
+    def __init__(self, world_size: int, backends: list[CollectiveBackend]) -> None:
+        self.world_size = world_size
         self._backends = backends
 
     @property
@@ -64,17 +63,53 @@ class Communicator:
         return [backend.name for backend in self._backends]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return self._backend_for(x).all_reduce(x)
+        for backend in self._backends:
+            if backend.accepts("all_reduce", x):
+                return backend.all_reduce(x)
+        raise self._refusal("all_reduce", x)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return self._backend_for(x).all_gather(x, dim)
+        for backend in self._backends:
+            if backend.accepts("all_gather", x):
+                return backend.all_gather(x, dim)
+        raise self._refusal("all_gather", x)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        for backend in self._backends:
+            if backend.accepts("reduce_scatter", x):
+                return backend.reduce_scatter(x, dim)
+        raise self._refusal("reduce_scatter", x)
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        for backend in self._backends:
+            if backend.accepts("broadcast", x):
+                return backend.broadcast(x, source)
+        raise self._refusal("broadcast", x)
+
+    def exercise(self, device: torch.device) -> None:
+        """One small tensor through everything that each backend accepts.
+
+        Connections are made and buffers are mapped here; on every member at the same time.
+        """
+        # 32 bytes a rank: the smallest that backends with an alignment accept, too.
+        x = torch.ones(8 * self.world_size, device=device)
+        for backend in self._backends:
+            if backend.accepts("all_reduce", x):
+                assert torch.equal(backend.all_reduce(x), x * self.world_size)
+            if backend.accepts("reduce_scatter", x):
+                assert torch.equal(backend.reduce_scatter(x, 0), x[:8] * self.world_size)
+            if backend.accepts("all_gather", x):
+                assert torch.equal(backend.all_gather(x, 0), x.repeat(self.world_size))
+            if backend.accepts("broadcast", x):
+                backend.broadcast(x, 0)
+                assert torch.equal(x, torch.ones_like(x))
 
     def close(self) -> None:
         for backend in self._backends:
             backend.close()
 
-    def _backend_for(self, x: Tensor) -> CollectiveBackend:
-        for backend in self._backends:
-            if backend.accepts(x):
-                return backend
-        raise ValueError(f"none of {self.names} accepts a tensor on {x.device}")
+    def _refusal(self, operation: Operation, x: Tensor) -> EngineError:
+        return EngineError(
+            f"{operation}: none of {self.names} takes {x.dtype} of shape {tuple(x.shape)} on "
+            f"{x.device}"
+        )

@@ -1,28 +1,22 @@
-"""Process groups of one replica, as this rank sees them. Device thread only.
+"""What a rank does with the others of one process group. Device thread only.
 
-Coordinators and logs speak of global ranks. torch.distributed knows a world that is the replica, so
-its ranks start at 0 with the leader; `open_replica_groups` is the one place that translates.
+`worlds.py` builds the groups. Coordinators speak of global ranks, but for sources and targets,
+which are ranks in the group.
 """
 
-import itertools
-import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Final, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from aioengine.dist import ops
-from aioengine.dist.communicators import Communicator, ProcessGroupBackend
-from aioengine.layout import ParallelLayout
-
-logger = logging.getLogger(__name__)
-
-_DEVICE_BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
-_instances: Final = itertools.count()
+from aioengine.dist.communicators import Communicator
+from aioengine.dist.plain_values import broadcast_value
+from aioengine.dist.tensor_dict import ReceivedDict, SentDict, TensorDictLink, broadcast_dict
+from aioengine.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +32,31 @@ class Transfer:
         return self.tensor
 
 
-class GroupCoordinator:
-    """This rank's membership of one group. A group of one has no torch group behind it.
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What a group of two or more ranks moves data with. The coordinator owns it all."""
 
-    `name` is equal on all members: axis and a number per process. `ranks` are global.
+    device_group: dist.ProcessGroup
+    """gloo or NCCL, by device."""
+    cpu_group: dist.ProcessGroup
+    """gloo; the device group itself where the device is the CPU."""
+    communicator: Communicator
+    dicts: TensorDictLink
+
+    def close(self) -> None:
+        self.dicts.close()
+        self.communicator.close()
+        dist.destroy_process_group(self.device_group)
+        if self.cpu_group is not self.device_group:
+            dist.destroy_process_group(self.cpu_group)
+
+
+class GroupCoordinator:
+    """This rank's line of one axis. All members call collectives in the same order.
+
+    `name` is equal on all members: axis and a number per process. `ranks` are global. A group of
+    one has nothing behind it, and its collectives return their input. Nor has a group that only
+    carries ranks: replicas of a dense model share nothing at run time.
     """
 
     def __init__(
@@ -51,70 +66,129 @@ class GroupCoordinator:
         rank: int,
         *,
         device: torch.device,
-        device_group: dist.ProcessGroup | None = None,
-        cpu_group: dist.ProcessGroup | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self.name = name
         self.ranks = ranks
         self.rank_in_group = ranks.index(rank)
-        self.size = len(ranks)
+        self.world_size = len(ranks)
         self.device = device
-        self.device_group = device_group
-        self.cpu_group = cpu_group
-        self.communicator: Communicator | None = None
-        if device_group is not None:
-            self.communicator = Communicator([ProcessGroupBackend(device_group, device.type)])
-            ops.register_group(
-                name,
-                ops.Collectives(
-                    self.size, self.communicator.all_reduce, self.communicator.all_gather
-                ),
-            )
-            if self.rank_in_group == 0:
-                logger.info(
-                    "Using %s all-reduce backends (in dispatch order) for group %r [ranks %s]",
-                    self.communicator.names,
-                    name,
-                    ", ".join(map(str, ranks)),
-                )
+        self._transport = transport
+        if transport is not None:
+            ops.register_group(name, transport.communicator)
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._open.communicator
+
+    @property
+    def device_group(self) -> dist.ProcessGroup:
+        """gloo or NCCL, by device."""
+        return self._open.device_group
+
+    @property
+    def cpu_group(self) -> dist.ProcessGroup:
+        """gloo."""
+        return self._open.cpu_group
+
+    # --- collectives
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the group, as a new tensor (x itself in a group of one)."""
-        return x if self.size == 1 else ops.all_reduce(x, self.name)
+        return x if self.world_size == 1 else ops.all_reduce(x, self.name)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Every member's x joined along `dim` in rank order (x itself in a group of one)."""
-        return x if self.size == 1 else ops.all_gather(x, dim, self.name)
+        return x if self.world_size == 1 else ops.all_gather(x, dim, self.name)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """This member's part, along `dim`, of the sum (x itself in a group of one).
+
+        ValueError when the group does not divide `dim`.
+        """
+        return x if self.world_size == 1 else ops.reduce_scatter(x, dim, self.name)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Overwrites x with that of the member `source` (a rank in the group); returns x."""
-        if self.size > 1:
-            dist.broadcast(x, group=self.device_group, group_src=source)
+        """Overwrites x with that of the member `source`; returns x."""
+        if self.world_size > 1:
+            self._open.communicator.broadcast(x, source)
         return x
 
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """The plain value of the member `source`; the others pass None.
+
+        Raises TypeError for what is not plain (`plain_values.py`).
+        """
+        if self.world_size == 1:
+            return value
+        return broadcast_value(value, source, self._open.cpu_group)
+
+    def broadcast_tensor_dict(
+        self, values: Mapping[str, Any] | None, source: int
+    ) -> Mapping[str, Any]:
+        """The tensors and plain values of the member `source`; the others pass None.
+
+        Tensors arrive where they were: on the CPU, or on the group's device. TypeError, on the
+        source, names the key of what cannot travel.
+        """
+        if self.world_size == 1:
+            assert values is not None, "the source of a broadcast has the values"
+            return values
+        transport = self._open
+        return broadcast_dict(
+            values,
+            source,
+            device=self.device,
+            cpu_group=transport.cpu_group,
+            device_group=transport.device_group,
+        )
+
     def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier(group=self.cpu_group)
+        if self.world_size > 1:
+            dist.barrier(group=self._open.cpu_group)
+
+    # --- from one member to another
 
     def isend(self, x: Tensor, target: int) -> Transfer:
-        """Starts sending contiguous x to the member `target` (a rank in the group)."""
-        work = dist.isend(x, group=self.device_group, group_dst=target)
+        """Starts sending contiguous x to the member `target`."""
+        work = dist.isend(x, group=self._open.device_group, group_dst=target)
         assert work is not None
         return Transfer(work, x)
 
     def irecv(self, into: Tensor, source: int) -> Transfer:
         """Starts receiving into contiguous `into`, which must have the sender's shape and type."""
-        work = dist.irecv(into, group=self.device_group, group_src=source)
+        # NCCL matches by order alone: a dict whose receive is still to be posted would be mixed up.
+        assert self.device.type == "cpu" or not self._open.dicts.awaits(source), (
+            "wait for the tensor dict from that member first"
+        )
+        work = dist.irecv(into, group=self._open.device_group, group_src=source)
         assert work is not None
         return Transfer(work, into)
 
+    def isend_tensor_dict(self, values: Mapping[str, Any], target: int) -> SentDict:
+        """Starts sending tensors (on the CPU or the group's device) and plain values.
+
+        They are copied, so the caller may write to them at once, and may drop the handle; waiting
+        for it means waiting until the receiver waits. TypeError names the key of what cannot
+        travel. At most `MAX_DICTS_IN_FLIGHT` to one member: one more waits for the oldest.
+        """
+        return self._open.dicts.isend(values, target)
+
+    def irecv_tensor_dict(self, source: int) -> ReceivedDict:
+        """The next dict from the member `source`, received when somebody waits for it."""
+        return self._open.dicts.irecv(source)
+
+    # --- start and end
+
     def exercise(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """One tiny operation on every path to be used: the collectives, and each (from, to) pair.
+        """Something tiny on every path to be used: each backend, and each (from, to) pair.
 
         Connections are made here, so that nothing needs the store once the replica is ready.
         """
+        if self.world_size == 1:
+            return
         self.barrier()
-        assert self.all_reduce(torch.ones(1, device=self.device)).item() == self.size
+        self._open.communicator.exercise(self.device)
         me, transfers = self.rank_in_group, []
         for source, target in pairs:
             if me == source:
@@ -125,138 +199,17 @@ class GroupCoordinator:
             assert transfer.wait().item() == 1.0
 
     def close(self) -> None:
-        """Frees the name; calls that use it afterwards raise EngineError."""
-        if self.communicator is not None:
+        """Waits for dicts that were sent and frees the name; later calls raise EngineError."""
+        if self._transport is not None:
             ops.unregister_group(self.name)
-            self.communicator.close()
-            self.communicator = None
+            self._transport.close()
+            self._transport = None
 
-
-@dataclass(frozen=True, slots=True)
-class ReplicaGroups:
-    """The groups of this rank, and the torch.distributed world of its replica."""
-
-    tp: GroupCoordinator
-    pp: GroupCoordinator
-    feedback: GroupCoordinator | None
-    """Output rank and the ranks that embed, for sampled ids; None on ranks that are neither."""
-    dp: GroupCoordinator
-    """Ranks and coordinates only: replicas share no torch group."""
-    owns_world: bool
-    """False for a replica of one rank, which leaves torch.distributed alone."""
-
-    def close(self) -> None:
-        for group in (self.tp, self.pp, self.feedback, self.dp):
-            if group is not None:
-                group.close()
-        if self.owns_world:
-            dist.destroy_process_group()
-
-
-ReplicaStore: TypeAlias = dist.TCPStore
-"""Where the ranks of a replica find each other while they build their groups."""
-
-
-def open_store(host: str) -> ReplicaStore:
-    """Served by this process on `host` and a free port (`.port`)."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-
-
-def connect_store(host: str, port: int, timeout_s: float) -> ReplicaStore:
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-
-
-def open_replica_groups(
-    layout: ParallelLayout,
-    rank: int,
-    store: ReplicaStore | None,
-    device: torch.device,
-    timeout_s: float,
-) -> ReplicaGroups:
-    """Builds and exercises every group of `rank`'s replica; all its ranks call it at the same time.
-
-    `store` is the replica's own, and may be None for a replica of one rank, which uses no
-    torch.distributed at all. `timeout_s` bounds each later operation.
-    """
-    if layout.world_size > 1:
-        assert store is not None, "a replica of several ranks needs a store"
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("replica", store),
-            rank=rank - layout.leader_of(rank),
-            world_size=layout.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    builder = _GroupBuilder(layout, rank, device, timeout_s)
-    tp = builder.build("tp", layout.groups("tp"))
-    pp = builder.build("pp", layout.groups("pp"))
-    feedback = builder.build("feedback", [_feedback_ranks(layout, rank)])
-    assert tp is not None
-    assert pp is not None
-    tp.exercise([])
-    pp.exercise(itertools.pairwise(range(pp.size)))
-    if feedback is not None:
-        source = feedback.ranks.index(output_rank(layout, rank))
-        feedback.exercise((source, i) for i in range(feedback.size) if i != source)
-    dp = GroupCoordinator(f"dp:{builder.instance}", layout.group("dp", rank), rank, device=device)
-    return ReplicaGroups(tp, pp, feedback, dp, owns_world=layout.world_size > 1)
-
-
-class _GroupBuilder:
-    """Builds groups in one order on all ranks, and turns global into replica-local ranks."""
-
-    def __init__(
-        self, layout: ParallelLayout, rank: int, device: torch.device, timeout_s: float
-    ) -> None:
-        self.instance = next(_instances)
-        self._replica = layout.replica(rank)
-        self._rank = rank
-        self._device = device
-        self._timeout = timedelta(seconds=timeout_s)
-
-    def build(self, axis: str, lines: Iterable[tuple[int, ...]]) -> GroupCoordinator | None:
-        """This rank's group among `lines`, or None; every rank must pass the same lines."""
-        mine = None
-        name = f"{axis}:{self.instance}"
-        for ranks in lines:
-            if ranks[0] not in self._replica:
-                continue
-            device_group = cpu_group = None
-            if len(ranks) > 1:
-                device_group = self._torch_group(ranks, _DEVICE_BACKENDS[self._device.type], name)
-                cpu_group = (
-                    device_group
-                    if self._device.type == "cpu"
-                    else self._torch_group(ranks, "gloo", name)
-                )
-            if self._rank in ranks:
-                mine = GroupCoordinator(
-                    name,
-                    ranks,
-                    self._rank,
-                    device=self._device,
-                    device_group=device_group,
-                    cpu_group=cpu_group,
-                )
-        return mine
-
-    def _torch_group(self, ranks: tuple[int, ...], backend: str, name: str) -> dist.ProcessGroup:
-        """On ranks outside the group: torch's placeholder, which nothing here uses."""
-        group: dist.ProcessGroup = dist.new_group(
-            [rank - self._replica.start for rank in ranks],
-            timeout=self._timeout,
-            backend=backend,
-            group_desc=name,
-        )
-        return group
-
-
-def output_rank(layout: ParallelLayout, rank: int) -> int:
-    """The global rank that samples in `rank`'s replica."""
-    return layout.replica(rank)[layout.output_rank_in_replica]
-
-
-def _feedback_ranks(layout: ParallelLayout, rank: int) -> tuple[int, ...]:
-    """The output rank of `rank`'s replica and all ranks of its first stage, ascending."""
-    first_stage = layout.replica(rank)[: layout.pcp_size * layout.tp_size]
-    return tuple(sorted({*first_stage, output_rank(layout, rank)}))
+    @property
+    def _open(self) -> Transport:
+        if self._transport is None:
+            raise EngineError(
+                f"group {self.name!r} [ranks {', '.join(map(str, self.ranks))}] moves no data: it "
+                "is closed, has one rank, or belongs to replicas that share nothing"
+            )
+        return self._transport

@@ -16,12 +16,12 @@ class VocabParallelEmbedding(ShardedModule):
     def __init__(self, vocab_size: int, hidden_size: int, *, place: Placement) -> None:
         super().__init__()
         self.tp = place.tp
-        self.shard = split_even(vocab_size, place.tp.rank_in_group, place.tp.size, dim=0)
+        self.shard = split_even(vocab_size, place.tp.rank_in_group, place.tp.world_size, dim=0)
         self.weight = place.empty(self.shard.local_size, hidden_size)
         self.shards = {"weight": self.shard}
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
-        if self.tp.size == 1:
+        if self.tp.world_size == 1:
             return functional.embedding(token_ids_T, self.weight)
         local_T = token_ids_T - self.shard.start
         elsewhere_T = (local_T < 0) | (local_T >= self.shard.local_size)
@@ -36,7 +36,7 @@ class LMHead(ShardedModule):
         super().__init__()
         self.tp = place.tp
         self.vocab_size = vocab_size
-        shard = split_even(vocab_size, place.tp.rank_in_group, place.tp.size, dim=0)
+        shard = split_even(vocab_size, place.tp.rank_in_group, place.tp.world_size, dim=0)
         self.weight = place.empty(shard.local_size, hidden_size)
         self.shards = {"weight": shard}
 

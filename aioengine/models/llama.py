@@ -25,7 +25,9 @@ from aioengine.model_config import ModelConfig
 class LlamaAttention(nn.Module):
     def __init__(self, cfg: ModelConfig, place: Placement) -> None:
         super().__init__()
-        heads = split_heads(cfg.num_heads, cfg.num_kv_heads, place.tp.rank_in_group, place.tp.size)
+        heads = split_heads(
+            cfg.num_heads, cfg.num_kv_heads, place.tp.rank_in_group, place.tp.world_size
+        )
         self.q_shape = (-1, heads.num_local_heads, cfg.head_dim)
         self.kv_shape = (-1, heads.num_local_kv_heads, cfg.head_dim)
         q = heads.q_rows(cfg.head_dim, dim=0)
@@ -57,8 +59,8 @@ class LlamaMLP(nn.Module):
     def __init__(self, cfg: ModelConfig, place: Placement) -> None:
         super().__init__()
         tp, size, bias = place.tp, cfg.intermediate_size, cfg.mlp_bias
-        columns = split_even(size, tp.rank_in_group, tp.size, dim=0)
-        rows = split_even(size, tp.rank_in_group, tp.size, dim=1)
+        columns = split_even(size, tp.rank_in_group, tp.world_size, dim=0)
+        rows = split_even(size, tp.rank_in_group, tp.world_size, dim=1)
         self.gate_proj = ColumnParallelLinear(cfg.hidden_size, columns, bias=bias, place=place)
         self.up_proj = ColumnParallelLinear(cfg.hidden_size, columns, bias=bias, place=place)
         self.down_proj = RowParallelLinear(rows, cfg.hidden_size, bias=bias, place=place)

@@ -77,6 +77,7 @@ class Rank:
             local_rank=place.env.local_rank,
             local_world_size=place.env.local_world_size,
             omp_num_threads=place.env.omp_num_threads,
+            node=place.env.node,
             model_config=self._model,
             source=self._source,
         )

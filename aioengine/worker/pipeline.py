@@ -114,12 +114,12 @@ class Feedback:
         )
         self._num_posted = 0
         self._expected: deque[_Expected] = deque()
-        self._sends = _Sends((max_plans_in_flight + 1) * group.size)
+        self._sends = _Sends((max_plans_in_flight + 1) * group.world_size)
 
     def publish(self, slots_S: Tensor, ids_S: Tensor) -> None:
         """On the output rank: hand over the ids that these slots drew."""
         self._last_ids.index_copy_(0, slots_S, ids_S)
-        for target in range(self._group.size):
+        for target in range(self._group.world_size):
             if target != self._source:
                 self._sends.add(self._group.isend(ids_S, target))
 

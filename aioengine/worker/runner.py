@@ -10,13 +10,13 @@ from torch import Tensor
 from aioengine.checkpoint.source import ModelSource
 from aioengine.config import EngineConfig
 from aioengine.core.stages import split_layers
-from aioengine.dist.groups import (
-    ReplicaGroups,
+from aioengine.dist.worlds import (
+    GroupOptions,
+    Groups,
     ReplicaStore,
     connect_store,
     open_replica_groups,
     open_store,
-    output_rank,
 )
 from aioengine.layout import ParallelLayout
 from aioengine.messages import Sampled, StepPlan, StepResult
@@ -68,7 +68,9 @@ class Worker:
         local_rank: int,
         local_world_size: int,
         omp_num_threads: int | None = None,
+        node: str = "0",
     ) -> None:
+        """`node` is the launcher's name for this host."""
         self.doing = "idle"
         self._config = config
         self._layout = layout
@@ -77,13 +79,14 @@ class Worker:
         self._local_rank = local_rank
         self._local_world_size = local_world_size
         self._omp_num_threads = omp_num_threads
+        self._node = node
         self._max_model_len = config.max_model_len or model_config.max_position
         self._cfg = model_config
         self._dtype: torch.dtype = getattr(
             torch, model_config.dtype if config.dtype == "auto" else config.dtype
         )
         coords = layout.coords(rank)
-        self._output_rank = output_rank(layout, rank)
+        self._output_rank = layout.output_rank_of(rank)
         self._role = Role(
             is_first=coords.pp == 0,
             is_last=coords.pp == layout.pp_size - 1,
@@ -102,7 +105,7 @@ class Worker:
         )
         self._sampler = Sampler(config.logprobs_mode)
         self._store: ReplicaStore | None = None
-        self._groups: ReplicaGroups | None = None
+        self._groups: Groups | None = None
         self._device: torch.device
         self._memory: Memory
         self._stage: LlamaStage
@@ -232,8 +235,12 @@ class Worker:
             self._layout,
             self._rank,
             self._store,
-            self._device,
-            config.distributed_timeout_seconds or config.step_timeout_seconds,
+            GroupOptions(
+                device=self._device,
+                timeout_s=config.distributed_timeout_seconds or config.step_timeout_seconds,
+                node=self._node,
+                custom_all_reduce=not config.disable_custom_all_reduce,
+            ),
         )
         self._link = StageLink(
             self._groups.pp,

@@ -44,10 +44,15 @@ def rank_of_this_process() -> int:
     return int(os.environ["RANK"])
 
 
-def agree_on_port(open_port: Callable[[], int], key: str = "port") -> int:
-    """The port that `open_port` gives on rank 0, on every rank; a `key` serves once."""
+def launch_store() -> TCPStore:
+    """The store of torchrun, as a script of a user would reach it."""
     timeout = timedelta(seconds=TIMEOUT_S)
-    launch = TCPStore(HOST, int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    if rank_of_this_process() == 0:
+    return TCPStore(HOST, int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+
+
+def agree_on_port(open_port: Callable[[], int], key: str = "port", opener: int = 0) -> int:
+    """The port that `open_port` gives on rank `opener`, on every rank; a `key` serves once."""
+    launch = launch_store()
+    if rank_of_this_process() == opener:
         launch.set(key, str(open_port()))
     return int(launch.get(key))
