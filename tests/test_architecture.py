@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "root": "msgspec",
     "core": "root",
     "checkpoint": "root gguf numpy msgspec",
-    "dist": "root torch numpy msgspec",
+    "dist": "root torch numpy msgspec numba llvmlite",
     "layers": "root dist torch",
     "models": "root dist layers torch",
     "weights": "root checkpoint layers torch numpy safetensors gguf tqdm",
