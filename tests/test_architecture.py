@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "frontend": "root checkpoint control asyncio msgspec tokenizers jinja2 prometheus_client",
     "api": "root frontend asyncio msgspec aiohttp prometheus_client",
     "cli": "root core checkpoint dist layers models weights worker control engine frontend api "
-    "asyncio msgspec numpy torch",
+    "asyncio msgspec numpy torch rich",
     "launch": "root core checkpoint dist layers models weights worker control engine frontend api "
     "asyncio msgspec torch aiohttp uvloop setproctitle",
 }
@@ -70,8 +70,9 @@ ENVIRONMENT_FILES = (
     "aioengine/dist/launcher.py",
     "aioengine/launch.py",
     "aioengine/cli/serve.py",
+    "aioengine/cli/bench_collectives.py",
 )
-TORCH_DISTRIBUTED_FILES = ("aioengine/dist/", "aioengine/worker/", "aioengine/cli/serve.py")
+TORCH_DISTRIBUTED_FILES = ("aioengine/dist/", "aioengine/worker/", "aioengine/cli/local_ranks.py")
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
