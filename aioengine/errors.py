@@ -35,6 +35,10 @@ class RankLostError(EngineError):
     """A peer is gone: its connection closed without a goodbye, or its heartbeat stopped."""
 
 
+class DivergenceError(EngineError):
+    """Ranks of one group have entered different collectives, or the same in different jobs."""
+
+
 class ReplicaFailedError(EngineError):
     """What every call after the first failure gets, at once, with the first cause."""
 

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "root": "msgspec",
     "core": "root",
     "checkpoint": "root gguf numpy msgspec",
-    "dist": "root torch numpy msgspec",
+    "dist": "root torch numpy msgspec numba llvmlite",
     "layers": "root dist torch",
     "models": "root dist layers torch",
     "weights": "root checkpoint layers torch numpy safetensors gguf tqdm",
@@ -70,8 +70,9 @@ ENVIRONMENT_FILES = (
     "aioengine/dist/launcher.py",
     "aioengine/launch.py",
     "aioengine/cli/serve.py",
+    "aioengine/cli/bench_collectives.py",
 )
-TORCH_DISTRIBUTED_FILES = ("aioengine/dist/", "aioengine/worker/", "aioengine/cli/serve.py")
+TORCH_DISTRIBUTED_FILES = ("aioengine/dist/", "aioengine/worker/", "aioengine/cli/local_ranks.py")
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

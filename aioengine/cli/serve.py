@@ -1,19 +1,11 @@
 """Serve a model on this machine: starts every rank as torchrun would and stays until they end."""
 
 import argparse
-import logging
 import os
-import signal
 import sys
-import tempfile
-import uuid
-from pathlib import Path
 from typing import Any, Final
 
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+from aioengine.cli.local_ranks import run_ranks
 from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.flags import CommandParser, add_flags, config_from
 
@@ -44,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = num_processes(config)
     if num_ranks == 1:
         os.execv(rank_argv[0], rank_argv)
-    return launch(rank_argv, num_ranks, int(config.shutdown_timeout) + KILL_MARGIN_S)
+    shutdown_timeout_s = int(config.shutdown_timeout) + KILL_MARGIN_S
+    return run_ranks("aioengine serve", rank_argv, num_ranks, shutdown_timeout_s)
 
 
 def num_processes(config: EngineConfig) -> int:
@@ -63,37 +56,3 @@ def to_argv(given: dict[str, Any]) -> list[str]:
         else:
             argv.append(f"--{flag}={value}")
     return argv
-
-
-def launch(rank_argv: list[str], num_ranks: int, shutdown_timeout_s: int) -> int:
-    """Run torchrun's elastic agent in this process; returns the exit status."""
-    # The ranks' own log says what happened, and which of them was first.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="aioengine-") as log_dir:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-            shutdown_timeout=shutdown_timeout_s,
-        )
-        try:
-            elastic_launch(config, rank_argv[0])(*rank_argv[1:])
-        except ChildFailedError as failed:
-            rank, failure = failed.get_first_failure()
-            print(
-                f"aioengine serve: rank {rank} (pid {failure.pid}) ended first, with status "
-                f"{failure.exitcode}; its log lines say why",
-                file=sys.stderr,
-            )
-            return 1
-        except SignalException as stopped:
-            asked = stopped.sigval in (signal.SIGTERM, signal.SIGINT)
-            any_failed = any(Path(log_dir).rglob("error.json"))
-            return 0 if asked and not any_failed else 1
-    return 0

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from aioengine.dist.communicators import CollectiveBackend
 from aioengine.dist.process_groups import GlooBackend, NcclBackend
+from aioengine.dist.shared_memory import open_shared_memory
 from aioengine.dist.symmetric_memory import open_symmetric_memory
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,23 @@ Opener: TypeAlias = Callable[[GroupSite], CollectiveBackend | str]
 the same time."""
 
 
+def _open_shared_memory(site: GroupSite) -> CollectiveBackend | str:
+    return open_shared_memory(
+        site.cpu_group,
+        group=site.name,
+        ranks=site.ranks,
+        rank=site.rank,
+        node=site.node,
+        timeout_s=site.timeout_s,
+    )
+
+
 def _open_symmetric_memory(site: GroupSite) -> CollectiveBackend | str:
     return open_symmetric_memory(site.device, site.node, site.device_group, site.cpu_group)
 
 
 CUSTOM_BACKENDS: Final[dict[str, list[tuple[str, Opener]]]] = {
-    "cpu": [],
+    "cpu": [("shm", _open_shared_memory)],
     "cuda": [("symm_mem", _open_symmetric_memory)],
 }
 """By device type: what is tried before the library's own, in dispatch order."""

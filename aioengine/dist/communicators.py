@@ -42,6 +42,11 @@ class CollectiveBackend(Protocol):
         """Overwrites x with that of the member `source`."""
         ...
 
+    def enter_job(self, seq: int) -> None:
+        """What follows belongs to this job of the replica's sequence. A backend that can see where
+        other ranks are compares, and raises DivergenceError instead of waiting."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -85,6 +90,10 @@ class Communicator:
             if backend.accepts("broadcast", x):
                 return backend.broadcast(x, source)
         raise self._refusal("broadcast", x)
+
+    def enter_job(self, seq: int) -> None:
+        for backend in self._backends:
+            backend.enter_job(seq)
 
     def exercise(self, device: torch.device) -> None:
         """One small tensor through everything that each backend accepts.

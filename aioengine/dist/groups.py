@@ -143,6 +143,11 @@ class GroupCoordinator:
             device_group=transport.device_group,
         )
 
+    def enter_job(self, seq: int) -> None:
+        """What follows belongs to this job of the replica's sequence."""
+        if self.world_size > 1:
+            self.communicator.enter_job(seq)
+
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier(group=self._open.cpu_group)

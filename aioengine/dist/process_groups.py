@@ -77,6 +77,9 @@ class GlooBackend:
     def broadcast(self, x: Tensor, source: int) -> None:
         _broadcast(x, source, self._group)
 
+    def enter_job(self, seq: int) -> None:
+        """A process group knows nothing of jobs."""
+
     def close(self) -> None:
         """Nothing of its own."""
 
@@ -129,6 +132,9 @@ class NcclBackend:
 
     def broadcast(self, x: Tensor, source: int) -> None:
         _broadcast(x, source, self._group)
+
+    def enter_job(self, seq: int) -> None:
+        """A process group knows nothing of jobs."""
 
     def close(self) -> None:
         """Nothing of its own."""

@@ -68,6 +68,9 @@ class SymmetricMemoryBackend:
     def broadcast(self, x: Tensor, source: int) -> None:
         self._never("broadcast")
 
+    def enter_job(self, seq: int) -> None:
+        """Ranks cannot see each other's jobs from the host."""
+
     def close(self) -> None:
         """Gives the buffer back; peers that still map it keep it alive for themselves."""
         self._buffers.clear()

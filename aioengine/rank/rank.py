@@ -170,9 +170,10 @@ class Rank:
         if failure is None:
             log.info("ended in order")
             return EXIT_OK
-        if failure.rank == self._place.rank:
-            assert self._engine is not None
-            return EXIT_OWN_FAILURE if self._engine.is_ready else EXIT_STARTUP
-        if self._place.env.kind != "none":
+        assert self._engine is not None
+        is_own = failure.rank == self._place.rank
+        if not is_own and self._place.env.kind != "none":
             await wait_first(self._signals.first, limit_s=BLAME_HOLD_S)
-        return EXIT_LOST_PEER
+        if not self._engine.is_ready:
+            return EXIT_STARTUP
+        return EXIT_OWN_FAILURE if is_own else EXIT_LOST_PEER

@@ -135,6 +135,8 @@ class Worker:
     def execute(self, seq: int, plan: StepPlan) -> StepResult | None:
         """Compute a prepared plan. The output rank returns its result, the others None."""
         self.doing = f"step {seq}"
+        assert self._groups is not None
+        self._groups.tp.enter_job(seq)
         result = self._step(seq, plan)
         self.doing = "idle"
         return result

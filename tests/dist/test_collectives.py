@@ -2,7 +2,7 @@
 
 from support.ranks import run_ranks
 
-BACKENDS = ["gloo"]
+BACKENDS = ["shm", "gloo"]
 
 
 def test_eight_ranks() -> None:
