@@ -1,7 +1,8 @@
 """From the bytes of a request to a body of `schema.py`, or to a 400 that names the field at fault.
 
 `param` is the name of a field of the body; where in that field the fault lies stands in the
-message. No field is named when none can be: not JSON, not an object, nested too deeply.
+message. No field is named where none can be: not JSON, not an object, nested too deeply, and (in
+`app.py`) larger than the limit.
 """
 
 import contextlib

@@ -91,7 +91,7 @@ def choice_specs(
     """n choices per prompt, prompt by prompt.
 
     `max_tokens` is what the client asked for; else `default_max_tokens`, as far as the context
-    lasts (None: all of it). Of both, the fields are named that a refusal blames.
+    lasts (None: all of it). A refusal names the field that the prompt, or the number, came in.
     """
     body = _with_defaults(body, model.config.default_sampling)
     n = body.n or 1
