@@ -35,13 +35,13 @@ from aioengine.control.signals import Signals
 from aioengine.control.watch import Failure, Watch, kill_if_here
 from aioengine.core.stages import split_layers
 from aioengine.dist.launcher import (
-    LauncherEnv,
     choose_interface,
-    open_launcher_store,
     own_address,
     read_environment,
     report_to_launcher,
 )
+from aioengine.dist.launcher_env import LauncherEnv
+from aioengine.dist.rendezvous import open_launcher_store
 from aioengine.engine.device import DeviceThread
 from aioengine.engine.leader import Leader
 from aioengine.engine.peer import Peer
