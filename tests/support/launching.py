@@ -45,6 +45,7 @@ class Launch:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
+            "SPT_NOENV": "1",  # else setproctitle overwrites what `pids_left` looks for
             MARKER: self._id,
             **(env or {}),
         }
