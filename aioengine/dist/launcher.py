@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -64,22 +64,17 @@ class Launcher:
     """Whether it seems to have started this process, with the whole set or not."""
     read: Callable[[Environment], LauncherEnv]
 
-    def found(self, environ: Environment) -> list[str]:
-        return [name for name in (*self.needed, *self.optional) if name in environ]
-
     def missing(self, environ: Environment) -> list[str]:
         return [name for name in self.needed if name not in environ]
 
     def refuse(self, environ: Environment) -> None:
         """ValueError for a set that is not complete."""
+        found = [name for name in (*self.needed, *self.optional) if name in environ]
         raise ValueError(
-            f"incomplete {self.name} environment: found {', '.join(self.found(environ))} but not "
+            f"incomplete {self.name} environment: found {', '.join(found)} but not "
             f"{', '.join(self.missing(environ))}; start with {self.name}, or without any of them "
             "for one rank"
         )
-
-    def describe(self, environ: Environment) -> str:
-        return " ".join(f"{name}={environ[name]}" for name in self.found(environ))
 
 
 def read_environment(environ: Environment) -> LauncherEnv:
@@ -90,14 +85,14 @@ def read_environment(environ: Environment) -> LauncherEnv:
     launchers = _find_launchers(environ)
     if launchers:
         env = launchers[0].read(environ)
-        echo = launchers[0].describe(environ)
+        echo = _describe(environ, (*launchers[0].needed, *launchers[0].optional))
     else:
         refuse_shell(environ)
         env, echo = LauncherEnv(kind="none"), ""
-    if env.world_size > 1:
+    if env.world_size > 1 and env.kind != "torchrun":
         echo += f"; rendezvous {env.master_addr}:{env.master_port} ({env.master_source})"
     for lower in launchers[1:]:
-        echo += f"; ignored {lower.name}: {lower.describe(environ)}"
+        echo += f"; ignored {lower.name}: {_describe(environ, lower.needed)}"
     secret = environ.get("AIOENGINE_JOB_SECRET")
     omp = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     return replace(
@@ -107,6 +102,11 @@ def read_environment(environ: Environment) -> LauncherEnv:
         omp_num_threads=int(omp) if omp.isdecimal() else None,
         echo=echo,
     )
+
+
+def _describe(environ: Environment, names: Iterable[str]) -> str:
+    """Those that are set, as a person types them."""
+    return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
 
 
 def _find_launchers(environ: Environment) -> list[Launcher]:

@@ -1,10 +1,17 @@
-"""The store that all ranks of a launch can reach: torchrun's, or one that rank 0 opens."""
+"""The store that all ranks of a launch can reach: torchrun's, or one that rank 0 opens.
+
+torch's client of it keeps no limit: it goes on for a multiple of its time-out when the server goes
+away, and for ever when the server is frozen. So it is used in threads that can be left behind.
+"""
 
 import errno
+import queue
 import socket
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -13,17 +20,21 @@ from aioengine.dist.launcher_env import LauncherEnv
 from aioengine.errors import StartupError, StartupTimeoutError
 
 T = TypeVar("T")
+POLL_S: Final = 0.2
+"""Nothing tells when a port begins to listen."""
 
 
 class LauncherStore:
-    """Keys and values that ranks share until they have met. Every call blocks.
+    """Keys and values that ranks share until they have met. Every call blocks, at the longest
+    until `deadline`.
 
-    Raises StartupError once whoever serves it is gone.
+    Raises StartupError once whoever serves it is gone or has not answered in time.
     """
 
-    def __init__(self, store: Store, where: str) -> None:
+    def __init__(self, store: Store, where: str, deadline: float) -> None:
         self._store = store
         self._where = where
+        self._deadline = deadline
 
     def set(self, key: str, value: str) -> None:
         self._ask(self._store.set, key, value)
@@ -36,7 +47,12 @@ class LauncherStore:
 
     def _ask(self, call: Callable[..., T], *args: object) -> T:
         try:
-            return call(*args)
+            return call_until(self._deadline, call, *args)
+        except TimeoutError:
+            raise StartupTimeoutError(
+                f"the launcher's store at {self._where} did not answer within "
+                "--startup-timeout-seconds; rank 0 or its launcher is frozen or not reachable"
+            ) from None
         except RuntimeError as error:  # torch's DistErrors are RuntimeErrors
             raise StartupError(
                 f"the launcher's store at {self._where} is gone, and rank 0 or its launcher with "
@@ -51,27 +67,27 @@ def open_launcher_store(env: LauncherEnv, timeout_s: float) -> LauncherStore:
     `control/bootstrap.py`. Raises StartupError for a port that is in use, StartupTimeoutError when
     nobody answers.
     """
-    where = f"{env.master_addr}:{env.master_port}"
-    listener = _listen(env) if env.hosts_store else None
+    deadline = time.monotonic() + timeout_s
+    host, listener = env.master_addr, None
+    if env.hosts_store:
+        host, listener = LOOPBACK, _listen(env)
     try:
-        store = TCPStore(
-            LOOPBACK if env.hosts_store else env.master_addr,
+        if listener is None:
+            _wait_listening(host, env.master_port, deadline)
+        store = call_until(
+            deadline,
+            TCPStore,
+            host,
             env.master_port,
             is_master=env.hosts_store,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             master_listen_fd=None if listener is None else listener.detach(),
         )
-    except (RuntimeError, OSError) as error:
-        hint = ""
-        if means_loopback(env.master_addr) and not env.is_single_node:
-            hint = f"; {env.master_addr} is every node itself, so tell torchrun --master-addr"
-        raise StartupTimeoutError(
-            f"rank {env.rank} does not reach the launcher's store at {where} "
-            f"({env.master_source}) within --startup-timeout-seconds {timeout_s:g}; rank 0 or its "
-            f"launcher is not there{hint} ({first_line(error)})"
-        ) from None
-    return LauncherStore(PrefixStore(f"aioengine/{env.job}", store), where)
+    except (RuntimeError, OSError) as error:  # torch's DistErrors are RuntimeErrors
+        raise StartupTimeoutError(_describe_silence(env, timeout_s, error)) from None
+    where = f"{env.master_addr}:{env.master_port}"
+    return LauncherStore(PrefixStore(f"aioengine/{env.job}", store), where, deadline)
 
 
 def _listen(env: LauncherEnv) -> socket.socket:
@@ -89,6 +105,51 @@ def _listen(env: LauncherEnv) -> socket.socket:
             f"rank 0 cannot open the rendezvous: port {env.master_port} ({env.master_source}) "
             f"{reason} on {socket.gethostname()}; set MASTER_PORT to another one on all ranks"
         ) from None
+
+
+def _wait_listening(host: str, port: int, deadline: float) -> None:
+    """Until a connection is accepted. Raises the OSError of the last attempt at the deadline."""
+    while True:
+        left_s = max(deadline - time.monotonic(), POLL_S)
+        try:
+            socket.create_connection((host, port), left_s).close()
+            return
+        except OSError:
+            if time.monotonic() + POLL_S > deadline:
+                raise
+        time.sleep(POLL_S)
+
+
+def _describe_silence(env: LauncherEnv, timeout_s: float, error: Exception) -> str:
+    advice = ""
+    if means_loopback(env.master_addr) and not env.is_single_node:
+        advice = f"; {env.master_addr} is every node itself, so give torchrun --master-addr"
+    return (
+        f"rank {env.rank} does not reach the launcher's store at {env.master_addr}:"
+        f"{env.master_port} ({env.master_source}) within --startup-timeout-seconds {timeout_s:g}; "
+        f"rank 0 or its launcher is not there{advice} ({first_line(error)})"
+    )
+
+
+def call_until(deadline: float, call: Callable[..., T], *args: object, **options: object) -> T:
+    """Call in a thread of its own, and raise TimeoutError when it takes until after `deadline`
+    (of time.monotonic). The thread is left behind then and never delays the end of the process."""
+    outcome: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((call(*args, **options), None))
+        except Exception as error:  # handed to the caller
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="store call", daemon=True).start()
+    try:
+        result, error = outcome.get(timeout=max(deadline - time.monotonic(), 0.0))
+    except queue.Empty:
+        raise TimeoutError("no answer") from None
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]  # T when there is no error
 
 
 def first_line(error: Exception) -> str:

@@ -65,6 +65,15 @@ def test_rank_0_never_comes() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_rank_0_is_frozen() -> None:
+    """Its port accepts and nobody answers, for which torch's store has no limit."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        before = time.monotonic()
+        with pytest.raises(StartupTimeoutError, match=r"rank 1 does not reach .*\(no answer\)"):
+            open_launcher_store(rank_env(1, silent.getsockname()[1]), 1.0)
+        assert time.monotonic() - before < LIMIT_S
+
+
 def test_rank_0_ends_while_others_ask() -> None:
     port = free_port()
     zero = open_launcher_store(rank_env(0, port), LIMIT_S)
