@@ -135,6 +135,9 @@ def _is_under_torchrun(environ: Environment) -> bool:
 
 def _read_torchrun(environ: Environment) -> LauncherEnv:
     world_size = read_number(environ, "WORLD_SIZE")
+    if "LOCAL_WORLD_SIZE" in environ:
+        local_size = read_number(environ, "LOCAL_WORLD_SIZE")
+        read_index(environ, "LOCAL_RANK", local_size, f"LOCAL_WORLD_SIZE {local_size}")
     port = read_port(environ)
     assert port is not None
     return LauncherEnv(

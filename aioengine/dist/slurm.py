@@ -28,8 +28,8 @@ STEP_ALSO: Final = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
-"""Step ids from here on are not the user's steps: 0xFFFFFFFA is the shell of salloc (slurm.h)."""
+SPECIAL_STEP_IDS: Final = frozenset(map(str, range(0xFFFFFFF0, 2**32)))
+"""Not steps of the user's: 0xFFFFFFFA, for one, is the shell of salloc (slurm.h)."""
 PORTS_PER_JOB: Final = 101
 """From the port of one job to that of the next; step ids are added."""
 
@@ -37,7 +37,7 @@ PORTS_PER_JOB: Final = 101
 def is_in_step(environ: Environment) -> bool:
     """Whether this process belongs to a step of the user's, complete or not."""
     if "SLURM_STEP_ID" in environ:
-        return read_number(environ, "SLURM_STEP_ID") < FIRST_SPECIAL_STEP
+        return environ["SLURM_STEP_ID"] not in SPECIAL_STEP_IDS
     return "SLURM_STEP_NODELIST" in environ
 
 

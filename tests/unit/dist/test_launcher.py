@@ -117,6 +117,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         ({**BATCH_SHELL, "SLURM_NTASKS": "1"}, "none"),
         ({**SALLOC_SHELL, "SLURM_NTASKS": "1"}, "none"),
         ({**without(STEP, "SLURM_PROCID"), **TORCHRUN}, "torchrun"),
+        ({**STEP, "SLURM_STEP_ID": "?", "SLURM_NTASKS": "?", **TORCHRUN}, "torchrun"),
     ],
 )
 def test_first_complete_set_wins(environ: dict[str, str], kind: str) -> None:
@@ -180,6 +181,7 @@ def test_torchrun() -> None:
         ("RANK", "9" * 5000),
         ("WORLD_SIZE", "four"),
         ("LOCAL_RANK", ""),
+        ("LOCAL_RANK", "4"),
         ("LOCAL_WORLD_SIZE", "1.0"),
         ("MASTER_PORT", "65536"),
         ("MASTER_PORT", "0"),
