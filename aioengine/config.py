@@ -90,13 +90,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _meta("parallel", "Replicas. auto: what the launch leaves over.", "-dp"),
     ] = "auto"
     prefill_context_parallel_size: Annotated[
-        int, _meta("parallel", "Not available yet beyond 1.", "-pcp", ge=1)
+        int,
+        _meta("parallel", "Ranks that share a prompt. Not available yet beyond 1.", "-pcp", ge=1),
     ] = 1
     decode_context_parallel_size: Annotated[
-        int, _meta("parallel", "Not available yet beyond 1.", "-dcp", ge=1)
+        int,
+        _meta(
+            "parallel",
+            "Ranks of a tp group that share its KV cache. Not available yet beyond 1.",
+            "-dcp",
+            ge=1,
+        ),
     ] = 1
     external_data_parallel_size: Annotated[
-        Literal["auto"] | int, _meta("parallel", "Not available yet beyond 1.")
+        Literal["auto"] | int,
+        _meta("parallel", "Launches side by side. Not available yet beyond 1."),
     ] = 1
     pipeline_layers: (
         Annotated[

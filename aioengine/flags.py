@@ -4,7 +4,7 @@ import argparse
 import difflib
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args, get_origin
 
 import msgspec
@@ -43,16 +43,21 @@ def build_parser(prog: str, description: str) -> CommandParser:
     return parser
 
 
-def add_flags(parser: CommandParser) -> None:
-    """One flag per EngineConfig field, grouped, plus `--config`.
+def add_flags(parser: CommandParser, only: Collection[str] | None = None) -> None:
+    """One flag per EngineConfig field (of those in `only`), grouped, plus `--config`.
 
     `config_from` turns what was given into the configuration.
     """
+    fields = [
+        field
+        for field in msgspec.structs.fields(EngineConfig)
+        if only is None or field.name in only
+    ]
     parser.add_argument(
         "--config", metavar="FILE.toml", help="Settings by field name; flags on the line win."
     )
     sections = {key: parser.add_argument_group(title) for key, title in GROUPS.items()}
-    for field in msgspec.structs.fields(EngineConfig):
+    for field in fields:
         kind, meta = _unwrap(field.type)
         assert meta.extra is not None
         flag = "--" + field.encode_name.replace("_", "-")

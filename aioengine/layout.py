@@ -1,17 +1,29 @@
 """The rank grid: pure arithmetic over ints.
 
-Order, slowest first: ExternalDP × DP × PP × PCP × TP. A *replica* is one model copy: the
-pp × pcp × tp ranks that share all slower coordinates. DCP does not add ranks: it cuts a tp group
-into runs of `dcp_size`.
+Ranks count through a grid, like the digits of a number, slowest first:
+
+    ExternalDP × DP × PP × PCP × TP
+
+    tp   ranks that share every layer: neighbours, because they exchange the most
+    pcp  ranks that share a prompt
+    pp   stages: each has some of the layers
+    dp   replicas: each is a whole copy of the model, of tp × pcp × pp ranks
+    external dp  launches side by side; in a trainer's world, what that leaves over
+
+Two axes do not add ranks. DCP cuts a tp group into runs of `dcp_size`, which share its KV cache.
+EP is for mixtures of experts: all ranks that hold one stage, in every replica of a launch, share
+its experts. EPLB has the same ranks and a communicator of its own, so that moving experts about
+never queues between the exchanges of a step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-Axis = Literal["tp", "dcp", "pcp", "pp", "dp", "ep"]
-AXES: tuple[Axis, ...] = ("tp", "dcp", "pcp", "pp", "dp", "ep")
-
+Axis = Literal["tp", "dcp", "pcp", "pp", "dp", "ep", "eplb"]
+AXES: Final[tuple[Axis, ...]] = ("tp", "dcp", "pcp", "pp", "dp", "ep", "eplb")
+LISTED_AXES: Final = AXES[:-1]
+"""Those that `ParallelLayout.table` lists; eplb would repeat ep."""
 
 SIZE_FLAGS: Final = {
     "external_dp_size": "--external-data-parallel-size",
@@ -35,8 +47,9 @@ class Coords:
     tp: int
 
     def __str__(self) -> str:
+        external_dp = f"xdp{self.external_dp} " if self.external_dp else ""
         pcp = f" pcp{self.pcp}" if self.pcp else ""
-        return f"dp{self.dp} pp{self.pp}{pcp} tp{self.tp}"
+        return f"{external_dp}dp{self.dp} pp{self.pp}{pcp} tp{self.tp}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +87,7 @@ class ParallelLayout:
     ) -> "ParallelLayout":
         """The layout for `num_processes` launched processes; one axis may be "auto".
 
+        In a trainer's world `external_dp_size` is "auto": what the trainer's world leaves over.
         Raises ValueError that shows the product and what was launched when they do not agree.
         """
         per_replica = tp_size * pp_size * pcp_size
@@ -157,41 +171,80 @@ class ParallelLayout:
     def leader_of(self, rank: int) -> int:
         return rank - rank % self.world_size
 
+    def output_rank_of(self, rank: int) -> int:
+        """The rank that samples in `rank`'s replica."""
+        return self.leader_of(rank) + self.output_rank_in_replica
+
     def replica(self, rank: int) -> range:
         """All ranks of the replica that holds `rank`."""
         leader = self.leader_of(rank)
         return range(leader, leader + self.world_size)
 
+    def world_of(self, rank: int, *, one_world: bool) -> range:
+        """The ranks of torch.distributed's default group, as `rank` knows it.
+
+        One world is the whole launch. It is needed for mixtures of experts, whose ep groups join
+        replicas, and met where a trainer has made the default group. Otherwise the world is the
+        replica, so that the end of one leaves the others alone.
+        """
+        return range(self.launch_world_size) if one_world else self.replica(rank)
+
+    def feedback_ranks(self, rank: int) -> tuple[int, ...]:
+        """Between whom sampled ids travel in `rank`'s replica: its output rank and the first stage,
+        which embeds them; ascending."""
+        first_stage = self.replica(rank)[: self.pcp_size * self.tp_size]
+        return tuple(sorted({*first_stage, self.output_rank_of(rank)}))
+
+    def expert_ranks(self, rank: int, *, is_mixture: bool) -> tuple[int, ...]:
+        """The ranks that share `rank`'s experts: those of its ep group, and of its eplb group.
+
+        `group("ep", rank)` is the place in the grid, whatever the model. ValueError for a dense
+        model: a communicator asked for there is a mistake.
+        """
+        if not is_mixture:
+            raise ValueError(
+                "a dense model has no experts, so it has no expert-parallel (ep, eplb) group: its "
+                "replicas share nothing at run time"
+            )
+        return self.group("ep", rank)
+
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """The ranks of `rank`'s group on one axis, ascending."""
+        size, stride, block = self._pattern(axis)
+        first = rank - rank % block - rank // stride % size * stride
+        return _members(first, size, stride, block)
+
+    def group_size(self, axis: Axis) -> int:
+        size, _, block = self._pattern(axis)
+        return size * block
+
+    def num_groups(self, axis: Axis) -> int:
+        return self.launch_world_size // self.group_size(axis)
+
+    def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
+        """All groups of an axis, each once, by their first ranks; the last holds the last rank."""
+        size, stride, block = self._pattern(axis)
+        for outer in range(0, self.launch_world_size, size * stride):
+            for first in range(outer, outer + stride, block):
+                yield _members(first, size, stride, block)
+
+    def _pattern(self, axis: Axis) -> tuple[int, int, int]:
+        """(size, stride, block): a group is `size` blocks, each of `block` neighbours, whose first
+        ranks are `stride` apart."""
         per_stage = self.pcp_size * self.tp_size
         match axis:
             case "tp":
-                return self._run(rank, self.tp_size, 1)
+                return self.tp_size, 1, 1
             case "dcp":
-                return self._run(rank, self.dcp_size, 1)
+                return self.dcp_size, 1, 1
             case "pcp":
-                return self._run(rank, self.pcp_size, self.tp_size)
+                return self.pcp_size, self.tp_size, 1
             case "pp":
-                return self._run(rank, self.pp_size, per_stage)
+                return self.pp_size, per_stage, 1
             case "dp":
-                return self._run(rank, self.dp_size, self.world_size)
-            case "ep":  # all dp × pcp × tp ranks of one stage
-                first = rank - rank % per_stage
-                stage_mates = self._run(first, self.dp_size, self.world_size)
-                return tuple(r + i for r in stage_mates for i in range(per_stage))
-
-    def _run(self, rank: int, size: int, stride: int) -> tuple[int, ...]:
-        """The `size` ranks that differ from `rank` only in the digit whose weight is `stride`."""
-        first = rank - (rank // stride % size) * stride
-        return tuple(range(first, first + size * stride, stride))
-
-    def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
-        """All groups of an axis, each once."""
-        for rank in range(self.launch_world_size):
-            group = self.group(axis, rank)
-            if group[0] == rank:
-                yield group
+                return self.dp_size, self.world_size, 1
+            case "ep" | "eplb":
+                return self.dp_size, self.world_size, per_stage
 
     def table(self) -> dict[str, Any]:
         """Everything above as one JSON-ready object (`aioengine layout --json`)."""
@@ -200,8 +253,69 @@ class ParallelLayout:
             "world_size": self.world_size,
             "world_size_across_dp": self.world_size_across_dp,
             "launch_world_size": self.launch_world_size,
-            "coords": [asdict(self.coords(rank)) for rank in range(self.launch_world_size)],
-            "groups": {axis: [list(g) for g in self.groups(axis)] for axis in AXES},
+            "coords": [
+                {"external_dp": external_dp, "dp": dp, "pp": pp, "pcp": pcp, "tp": tp}
+                for external_dp in range(self.external_dp_size)
+                for dp in range(self.dp_size)
+                for pp in range(self.pp_size)
+                for pcp in range(self.pcp_size)
+                for tp in range(self.tp_size)
+            ],
+            "groups": {axis: list(map(list, self.groups(axis))) for axis in LISTED_AXES},
             "output_rank_in_replica": self.output_rank_in_replica,
             "leaders": list(self.leaders),
         }
+
+
+def _members(first: int, size: int, stride: int, block: int) -> tuple[int, ...]:
+    """The group whose first rank is `first`; for the numbers see `ParallelLayout._pattern`."""
+    starts = range(first, first + size * stride, stride)
+    if block == 1:
+        return tuple(starts)
+    return tuple(rank for start in starts for rank in range(start, start + block))
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Where ranks are when the launcher fills node after node, as torchrun and srun do."""
+
+    num_nodes: int
+    ranks_per_node: int
+    """GPUs of a node, or processes on CPU; the last node may have fewer ranks."""
+
+    @classmethod
+    def fit(cls, num_processes: int, *, nodes: int | None, gpus_per_node: int | None) -> "Nodes":
+        """From one of the two numbers, or both. ValueError with the numbers when they do not fit
+        the processes of the launch."""
+        assert nodes is not None or gpus_per_node is not None
+        if nodes is None:
+            assert gpus_per_node is not None
+            return cls(-(-num_processes // gpus_per_node), min(num_processes, gpus_per_node))
+        if gpus_per_node is None:
+            per_node, rest = divmod(num_processes, nodes)
+            if rest or not per_node:
+                raise ValueError(
+                    f"{num_processes} processes cannot be shared evenly by --nodes {nodes}"
+                )
+            return cls(nodes, per_node)
+        if nodes * gpus_per_node != num_processes:
+            raise ValueError(
+                f"{num_processes} processes do not fit --nodes {nodes} × --gpus-per-node "
+                f"{gpus_per_node} = {nodes * gpus_per_node}, one process each"
+            )
+        return cls(nodes, gpus_per_node)
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def local_rank(self, rank: int) -> int:
+        """Its number on its node, which chooses its device."""
+        return rank % self.ranks_per_node
+
+    def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The nodes that ascending `ranks` are on, each once."""
+        return tuple(dict.fromkeys(map(self.node_of, ranks)))
+
+    def are_crossed(self, ranks: Sequence[int]) -> bool:
+        """Whether ascending `ranks` are on more than one node."""
+        return self.node_of(ranks[0]) != self.node_of(ranks[-1])

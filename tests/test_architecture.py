@@ -26,10 +26,10 @@ MAY_IMPORT = {
     "engine": "root core control worker asyncio",
     "frontend": "root checkpoint control asyncio msgspec tokenizers jinja2 prometheus_client",
     "api": "root frontend asyncio msgspec aiohttp prometheus_client",
+    "rank": "root core checkpoint dist worker control engine frontend api asyncio msgspec",
     "cli": "root core checkpoint dist layers models weights worker control engine frontend api "
-    "asyncio msgspec numpy torch",
-    "launch": "root core checkpoint dist layers models weights worker control engine frontend api "
-    "asyncio msgspec torch aiohttp uvloop setproctitle",
+    "rank asyncio msgspec numpy torch rich",
+    "launch": "root core checkpoint dist worker control rank asyncio msgspec uvloop setproctitle",
 }
 GUARDED = {"asyncio"}
 """Standard library modules that a part must list."""
@@ -322,7 +322,7 @@ def test_a_breach_is_found(check: Check, path: str, text: str) -> None:
         ("core/x.py", "from aioengine.layout import Axis\nimport hashlib"),
         ("worker/x.py", "from aioengine.core.stages import split_layers\nimport torch"),
         ("worker/x.py", "from torch.distributed import Work\nmodel.eval()"),
-        ("launch.py", "import os\nfrom aioengine.engine import leader\nos.environ['A']"),
+        ("launch.py", "import os\nfrom aioengine.control import watch\nos.environ['A']"),
         ("dist/launcher.py", "from os import environ\nenviron['A']"),
         ("engine/x.py", "import asyncio\nasync with asyncio.TaskGroup() as g: g.create_task(f())"),
     ],

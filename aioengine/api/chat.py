@@ -6,6 +6,7 @@ from typing import Any
 from aiohttp import web
 
 from aioengine.api.context import API, Api
+from aioengine.api.decoding import decode_sampling_body
 from aioengine.api.errors import invalid, unsupported
 from aioengine.api.outputs import (
     chat_logprobs,
@@ -22,7 +23,7 @@ from aioengine.api.prompts import (
     log_unknown_fields,
     start_generation,
 )
-from aioengine.api.schema import ChatBody, StreamOptions, decode_sampling_body
+from aioengine.api.schema import ChatBody, StreamOptions
 from aioengine.frontend.records import Generation, Update
 from aioengine.frontend.text import ServedModel
 
@@ -35,13 +36,15 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     if body.chat_template is not None:
         raise unsupported("chat_template")  # templates are the server's: a client's is code
     prompt_ids = await encode_chat(api, model, body, body.messages)
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     specs = choice_specs(
         api,
         model,
         body,
         [prompt_ids],
         prompt_field="messages",
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=getattr(body, limit),
+        max_tokens_field=limit,
         logprobs=_num_logprobs(body),
     )
     answer = _Answer(api, model, body)

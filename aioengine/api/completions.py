@@ -6,6 +6,7 @@ from typing import Any
 from aiohttp import web
 
 from aioengine.api.context import API, Api
+from aioengine.api.decoding import decode_sampling_body
 from aioengine.api.outputs import (
     collect,
     completion_logprobs,
@@ -21,7 +22,7 @@ from aioengine.api.prompts import (
     log_unknown_fields,
     start_generation,
 )
-from aioengine.api.schema import CompletionBody, StreamOptions, decode_sampling_body
+from aioengine.api.schema import CompletionBody, StreamOptions
 from aioengine.frontend.records import Generation, Update
 from aioengine.frontend.text import ServedModel
 

@@ -43,7 +43,7 @@ class Api:
         if name is not None and name != model.name:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist; this server has {model.name!r}",
+                f"the model {name[:64]!r} does not exist; this server has {model.name!r}",
                 param="model",
                 code="model_not_found",
             )

@@ -1,15 +1,18 @@
 """What went wrong, in the form that OpenAI's clients expect."""
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 
-RETRY_AFTER_S = 5
+RETRY_AFTER_S: Final = 5
+MAX_MESSAGE_CHARS: Final = 400
+"""Of a refusal, which may quote what the client sent."""
 
 
 class ApiError(Exception):
-    """Becomes a response with an OpenAI-shaped body; `param` names the field at fault."""
+    """Becomes a response with an OpenAI-shaped body; `param` is the field of the body that
+    is at fault, None where none is."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -33,11 +36,13 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message[:MAX_MESSAGE_CHARS], param=param, code=code)
 
 
-def unsupported(param: str) -> ApiError:
-    return invalid(f"{param} is not supported by this server yet", param, "unsupported")
+def unsupported(path: str) -> ApiError:
+    """`path` is a field, or a part of one behind a dot."""
+    field = path.partition(".")[0]
+    return invalid(f"{path} is not supported by this server yet", field, "unsupported")
 
 
 def error_body(

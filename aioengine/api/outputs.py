@@ -75,7 +75,11 @@ def completion_logprobs(
     logprobs: Sequence[TokenLogprobs],
     offset: int = 0,
 ) -> dict[str, Any]:
-    """The completions route's `logprobs` object; `offset` is where its text begins."""
+    """The completions route's `logprobs` object; `offset` is where its text begins.
+
+    Of each position the chosen token first, then the best ones: "up to logprobs + 1 elements"
+    (https://platform.openai.com/docs/api-reference/completions/create).
+    """
     tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
     offsets = []
     for token in tokens:
@@ -85,8 +89,11 @@ def completion_logprobs(
         "tokens": tokens,
         "token_logprobs": [finite(item.logprob) for item in logprobs],
         "top_logprobs": [
-            {tokenizer.token_text(top_id): finite(logprob) for top_id, logprob in item.top}
-            for item in logprobs
+            {
+                token: finite(item.logprob),
+                **{tokenizer.token_text(top_id): finite(logprob) for top_id, logprob in item.top},
+            }
+            for token, item in zip(tokens, logprobs, strict=True)
         ],
         "text_offset": offsets,
     }
@@ -121,12 +128,7 @@ async def collect(generation: Generation) -> list[Update]:
     try:
         async for updates in generation:
             for update in updates:
-                total = whole[update.index]
-                total.text += update.text
-                total.token_ids += update.token_ids
-                total.logprobs += update.logprobs
-                total.finish_reason = update.finish_reason
-                total.stop_reason = update.stop_reason
+                whole[update.index].extend(update)
     except RequestFailedError as error:
         raise ApiError(503, str(error)) from None
     return whole

@@ -13,6 +13,7 @@ from aioengine.api.schema import ChatBody, Message, SamplingBody, TokenizeBody
 from aioengine.frontend.detokenizer import IncrementalDetokenizer
 from aioengine.frontend.front_end import UnavailableError
 from aioengine.frontend.records import ChoiceSpec, Generation
+from aioengine.frontend.template import TemplateError
 from aioengine.frontend.text import ServedModel
 from aioengine.messages import SamplingParams
 from aioengine.model_config import DefaultSampling
@@ -58,8 +59,8 @@ async def encode_chat(
 
     try:
         return await api.text.run(render)
-    except ValueError as error:
-        raise invalid(f"chat template: {error}", "messages") from None
+    except TemplateError as error:
+        raise invalid(str(error), error.field) from None
 
 
 def _check_text(api: Api, model: ServedModel, text: str, field: str) -> None:
@@ -83,13 +84,14 @@ def choice_specs(
     *,
     prompt_field: str,
     max_tokens: int | None,
+    max_tokens_field: str = "max_tokens",
     default_max_tokens: int | None = None,
     logprobs: int | None,
 ) -> list[ChoiceSpec]:
     """n choices per prompt, prompt by prompt.
 
     `max_tokens` is what the client asked for; else `default_max_tokens`, as far as the context
-    lasts (None: all of it).
+    lasts (None: all of it). Of both, the fields are named that a refusal blames.
     """
     body = _with_defaults(body, model.config.default_sampling)
     n = body.n or 1
@@ -100,38 +102,57 @@ def choice_specs(
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs does not go with stream", "prompt_logprobs")
     stop = body.stop_strings()
+    stop_token_ids = _stop_token_ids(model, body)
+    logit_bias = body.biased_logits(model.config.vocab_size)
     seed = api.seeds.getrandbits(63) if body.seed is None else body.seed & limits.MAX_SEED
     specs = []
     for prompt_ids in prompts:
         room = _check_prompt(api, model, prompt_ids, prompt_field)
+        shared_ids = tuple(prompt_ids)
         if max_tokens is not None and max_tokens > room:
             raise invalid(
-                f"max_tokens {max_tokens} and a prompt of {len(prompt_ids)} tokens exceed the "
-                f"context of {api.front_end.max_model_len} tokens",
-                "max_tokens",
+                f"{max_tokens_field} {max_tokens} and a prompt of {len(prompt_ids)} tokens exceed "
+                f"the context of {api.front_end.max_model_len} tokens",
+                max_tokens_field,
                 "context_length_exceeded",
             )
-        num_tokens = max_tokens or min(room, default_max_tokens or room)
+        first = _sampling_params(
+            body,
+            max_tokens=max_tokens or min(room, default_max_tokens or room),
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            logprobs=logprobs,
+            logit_bias=logit_bias,
+        )
         for choice_index in range(n):
-            params = _sampling_params(model, body, seed, choice_index, num_tokens, logprobs)
-            detokenizer = IncrementalDetokenizer(
-                model.tokenizer,
-                stop=stop,
-                include_stop=bool(body.include_stop_str_in_output),
-                skip_special_tokens=body.skip_special_tokens is not False,
-            )
-            specs.append(
-                ChoiceSpec(
-                    prompt_ids=tuple(prompt_ids),
-                    params=params,
-                    detokenizer=detokenizer,
-                    eos_token_ids=() if body.ignore_eos else model.eos_token_ids,
-                    include_stop=bool(body.include_stop_str_in_output),
-                    priority=body.priority or 0,
-                    cache_salt=body.cache_salt or "",
-                )
-            )
+            params = first if choice_index == 0 else _of_choice(first, choice_index)
+            specs.append(_choice_spec(model, body, shared_ids, params, stop))
     return specs
+
+
+def _choice_spec(
+    model: ServedModel,
+    body: SamplingBody,
+    prompt_ids: tuple[int, ...],
+    params: SamplingParams,
+    stop: tuple[str, ...],
+) -> ChoiceSpec:
+    include_stop = bool(body.include_stop_str_in_output)
+    return ChoiceSpec(
+        prompt_ids=prompt_ids,
+        params=params,
+        detokenizer=IncrementalDetokenizer(
+            model.tokenizer,
+            stop=stop,
+            include_stop=include_stop,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            min_tokens=params.min_tokens,
+        ),
+        eos_token_ids=() if body.ignore_eos else model.eos_token_ids,
+        include_stop=include_stop,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
 
 
 def _with_defaults(body: SamplingBody, defaults: DefaultSampling) -> SamplingBody:
@@ -167,14 +188,21 @@ def _check_prompt(
     return max_model_len - len(prompt_ids)
 
 
+def _of_choice(first: SamplingParams, choice_index: int) -> SamplingParams:
+    """For another choice of the same prompt, which shares the prompt's log probabilities."""
+    return msgspec.structs.replace(first, choice_index=choice_index, prompt_logprobs=None)
+
+
 def _sampling_params(
-    model: ServedModel,
     body: SamplingBody,
-    seed: int,
-    choice_index: int,
+    *,
     max_tokens: int,
+    seed: int,
+    stop_token_ids: tuple[int, ...],
     logprobs: int | None,
+    logit_bias: tuple[tuple[int, float], ...],
 ) -> SamplingParams:
+    """Of the first choice of a prompt."""
     temperature = 1.0 if body.temperature is None else body.temperature
     repetition_penalty = 1.0 if body.repetition_penalty is None else body.repetition_penalty
     min_tokens = body.min_tokens or 0
@@ -190,16 +218,14 @@ def _sampling_params(
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
         seed=seed,
-        choice_index=choice_index,
         min_tokens=min_tokens,
-        stop_token_ids=_stop_token_ids(model, body),
+        stop_token_ids=stop_token_ids,
         logprobs=logprobs,
-        # Choices of one prompt share its log probabilities: only the first computes them.
-        prompt_logprobs=body.prompt_logprobs if choice_index == 0 else None,
+        prompt_logprobs=body.prompt_logprobs,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=repetition_penalty,
-        logit_bias=body.biased_logits(model.config.vocab_size),
+        logit_bias=logit_bias,
     )
 
 
@@ -208,7 +234,8 @@ def _stop_token_ids(model: ServedModel, body: SamplingBody) -> tuple[int, ...]:
     stop_ids = list(body.stop_token_ids or [])
     if len(stop_ids) > limits.MAX_STOP_TOKEN_IDS:
         raise invalid(
-            f"at most {limits.MAX_STOP_TOKEN_IDS} ids, got {len(stop_ids)}", "stop_token_ids"
+            f"stop_token_ids has {len(stop_ids)} ids, the limit is {limits.MAX_STOP_TOKEN_IDS}",
+            "stop_token_ids",
         )
     if any(token_id >= model.config.vocab_size for token_id in stop_ids):
         raise invalid(

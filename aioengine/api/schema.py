@@ -1,12 +1,11 @@
 """Bodies of requests. msgspec checks types and bounds; what no type can say is checked here, too.
 
-Fields that OpenAI's reference has and we do not serve yet are listed in `UNSUPPORTED` with the
-values that ask for nothing; any other value is a 400 with code "unsupported". Fields that neither
-knows are ignored.
+Fields of OpenAI's reference, and of vLLM's extras that change an answer, which we do not serve yet,
+are listed in `UNSUPPORTED` with the values that ask for nothing; any other value is a 400 with code
+"unsupported". Fields that nobody knows are ignored.
 """
 
-import re
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -14,13 +13,15 @@ from msgspec import Meta
 from aioengine import limits
 from aioengine.api.errors import invalid, unsupported
 
-Body = TypeVar("Body", bound="SamplingBody")
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    "allowed_token_ids": (None, []),
     "audio": (None,),
+    "bad_words": (None, []),
     "best_of": (None, 1),
+    "documents": (None, []),
     "echo": (None, False),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
@@ -28,14 +29,18 @@ UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
+    "length_penalty": (None, 1),
     "modalities": (None, ["text"]),
     "prediction": (None,),
+    "prompt_embeds": (None, []),
     "reasoning_effort": (None,),
     "response_format": (None, {"type": "text"}),
     "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
 
@@ -162,8 +167,11 @@ class Message(msgspec.Struct, kw_only=True):
         return message if self.name is None else {**message, "name": self.name}
 
 
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=limits.MAX_MESSAGES)]
+
+
 class ChatBody(SamplingBody, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=limits.MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
@@ -178,7 +186,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -189,61 +197,3 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[TokenId]
-
-
-AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
-
-
-def decode_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
-    """Raises ApiError 400 that names the field and what was found."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise _invalid_field(error) from None
-    except msgspec.DecodeError as error:
-        raise invalid(f"the body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise invalid("the body is nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise invalid(f"the body is not valid UTF-8: {error}") from None
-
-
-def decode_sampling_body(data: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
-    """A body, and the names of the fields in it that this server does not know.
-
-    Raises ApiError 400, also for what is known but not supported.
-    """
-    body = decode_body(data, kind)
-    try:
-        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])  # unknown values may be odd
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is not valid JSON: {error}") from None
-    unknown = []
-    for name, value in fields.items():
-        if name in kind.__struct_fields__:
-            continue
-        if name not in UNSUPPORTED:
-            unknown.append(name)
-        elif not _asks_for_nothing(name, value):
-            raise unsupported(name)
-    return body, unknown
-
-
-def _asks_for_nothing(name: str, value: msgspec.Raw) -> bool:
-    try:
-        decoded = msgspec.json.decode(value)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return False
-    return any(decoded == neutral for neutral in UNSUPPORTED[name])
-
-
-def _invalid_field(error: msgspec.ValidationError) -> Exception:
-    text = str(error)
-    match = re.search(r" - at `\$(?:\.?(?P<path>[^`]*))`$", text)
-    path = match["path"] if match else ""
-    message = text[: match.start()] if match else text
-    missing = re.match(r"Object missing required field `(\w+)`", message)
-    if missing:
-        path = f"{path}.{missing[1]}".lstrip(".")
-    param = path.replace("[...]", "") or None
-    return invalid(f"{param}: {message}" if param else message, param)

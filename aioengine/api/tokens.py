@@ -3,10 +3,11 @@
 from aiohttp import web
 
 from aioengine.api.context import API
+from aioengine.api.decoding import decode_body
 from aioengine.api.errors import invalid
 from aioengine.api.outputs import json_response
 from aioengine.api.prompts import encode_chat, encode_text
-from aioengine.api.schema import DetokenizeBody, TokenizeBody, decode_body
+from aioengine.api.schema import DetokenizeBody, TokenizeBody
 
 
 async def tokenize(request: web.Request) -> web.Response:

@@ -14,6 +14,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
+from aioengine.checkpoint.file_bytes import FileBytes
 from aioengine.errors import StartupError
 
 MAGIC: Final = b"GGUF"
@@ -70,7 +71,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file, mapped read-only for as long as this object or an array from it lives.
+    """A GGUF file, open as long as this object lives; its header is read at once.
 
     `fields` holds every metadata value (numbers, bools, strings, lists of them) by its key,
     `tensors` the tensor directory in the file's order. Raises StartupError that names the file, and
@@ -80,8 +81,9 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
-            header = _Header(self._data)
+            self._bytes = FileBytes(path)
+            mapped = np.memmap(path, dtype=np.uint8, mode="r")
+            header = _Header(mapped)
             version, num_tensors, num_fields = header.preamble()
             if version not in VERSIONS:
                 raise ValueError(f"version {version}; little-endian versions 2 and 3 are supported")
@@ -94,29 +96,35 @@ class GGUFFile:
             raise StartupError(f"{path}: not a readable GGUF file: {error}") from error
         start = -(-header.offset // alignment) * alignment
         self.tensors = {
-            name: self._checked(GGUFTensor(name, shape, kind, start + offset))
+            name: self._checked(GGUFTensor(name, shape, kind, start + offset), mapped.size)
             for name, shape, kind, offset in entries
         }
 
-    def _checked(self, tensor: GGUFTensor) -> GGUFTensor:
+    def _checked(self, tensor: GGUFTensor, file_size: int) -> GGUFTensor:
         if tensor.shape[-1] % tensor.block_size:
             raise StartupError(
                 f"{self.path}: tensor {tensor.name}: rows of {tensor.shape[-1]} elements are not "
                 f"whole {tensor.type.name} blocks of {tensor.block_size}"
             )
         end = tensor.offset + tensor.num_rows * tensor.row_bytes
-        if end > self._data.size:
+        if end > file_size:
             raise StartupError(
                 f"{self.path}: truncated: tensor {tensor.name} ends at byte {end}, the file at "
-                f"{self._data.size}"
+                f"{file_size}"
             )
         return tensor
 
-    def rows(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
-        """The packed bytes as a read-only view, shape [num_rows, row_bytes]."""
-        size = tensor.num_rows * tensor.row_bytes
-        flat = self._data[tensor.offset : tensor.offset + size]
-        return flat.reshape(tensor.num_rows, tensor.row_bytes)
+    def packed(self, tensor: GGUFTensor, rows: slice, columns: slice) -> NDArray[np.uint8]:
+        """Some rows of a tensor, and of these some bytes. Both slices have their two ends.
+
+        Raises StartupError that names file and tensor when they cannot be read.
+        """
+        start = tensor.offset + rows.start * tensor.row_bytes
+        shape = rows.stop - rows.start, tensor.row_bytes
+        try:
+            return self._bytes.read_columns(start, shape, columns.start, columns.stop)
+        except OSError as error:
+            raise StartupError(f"{self.path}: tensor {tensor.name}: {error}") from error
 
 
 class _Header:

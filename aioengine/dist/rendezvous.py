@@ -1,13 +1,11 @@
 """The store that all ranks of a launch can reach: torchrun's, or one that rank 0 opens.
 
 torch's client of it keeps no limit: it goes on for a multiple of its time-out when the server goes
-away, and for ever when the server is frozen. So it is used in threads that can be left behind.
+away, and for ever when the server is frozen. So whoever waits here sets a limit of its own.
 """
 
 import errno
-import queue
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,16 +23,14 @@ POLL_S: Final = 0.2
 
 
 class LauncherStore:
-    """Keys and values that ranks share until they have met. Every call blocks, at the longest
-    until `deadline`.
+    """Keys and values that ranks share until they have met. Every call blocks.
 
-    Raises StartupError once whoever serves it is gone or has not answered in time.
+    Raises StartupError once whoever serves it is gone.
     """
 
-    def __init__(self, store: Store, where: str, deadline: float) -> None:
+    def __init__(self, store: Store, where: str) -> None:
         self._store = store
         self._where = where
-        self._deadline = deadline
 
     def set(self, key: str, value: str) -> None:
         self._ask(self._store.set, key, value)
@@ -47,12 +43,7 @@ class LauncherStore:
 
     def _ask(self, call: Callable[..., T], *args: object) -> T:
         try:
-            return call_until(self._deadline, call, *args)
-        except TimeoutError:
-            raise StartupTimeoutError(
-                f"the launcher's store at {self._where} did not answer within "
-                "--startup-timeout-seconds; rank 0 or its launcher is frozen or not reachable"
-            ) from None
+            return call(*args)
         except RuntimeError as error:  # torch's DistErrors are RuntimeErrors
             raise StartupError(
                 f"the launcher's store at {self._where} is gone, and rank 0 or its launcher with "
@@ -74,9 +65,7 @@ def open_launcher_store(env: LauncherEnv, timeout_s: float) -> LauncherStore:
     try:
         if listener is None:
             _wait_listening(host, env.master_port, deadline)
-        store = call_until(
-            deadline,
-            TCPStore,
+        store = TCPStore(
             host,
             env.master_port,
             is_master=env.hosts_store,
@@ -87,7 +76,7 @@ def open_launcher_store(env: LauncherEnv, timeout_s: float) -> LauncherStore:
     except (RuntimeError, OSError) as error:  # torch's DistErrors are RuntimeErrors
         raise StartupTimeoutError(_describe_silence(env, timeout_s, error)) from None
     where = f"{env.master_addr}:{env.master_port}"
-    return LauncherStore(PrefixStore(f"aioengine/{env.job}", store), where, deadline)
+    return LauncherStore(PrefixStore(f"aioengine/{env.job}", store), where)
 
 
 def _listen(env: LauncherEnv) -> socket.socket:
@@ -126,30 +115,10 @@ def _describe_silence(env: LauncherEnv, timeout_s: float, error: Exception) -> s
         advice = f"; {env.master_addr} is every node itself, so give torchrun --master-addr"
     return (
         f"rank {env.rank} does not reach the launcher's store at {env.master_addr}:"
-        f"{env.master_port} ({env.master_source}) within --startup-timeout-seconds {timeout_s:g}; "
-        f"rank 0 or its launcher is not there{advice} ({first_line(error)})"
+        f"{env.master_port} ({env.master_source}) within the {timeout_s:.1f} s that were left of "
+        f"--startup-timeout-seconds; rank 0 or its launcher is not there{advice} "
+        f"({first_line(error)})"
     )
-
-
-def call_until(deadline: float, call: Callable[..., T], *args: object, **options: object) -> T:
-    """Call in a thread of its own, and raise TimeoutError when it takes until after `deadline`
-    (of time.monotonic). The thread is left behind then and never delays the end of the process."""
-    outcome: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            outcome.put((call(*args, **options), None))
-        except Exception as error:  # handed to the caller
-            outcome.put((None, error))
-
-    threading.Thread(target=run, name="store call", daemon=True).start()
-    try:
-        result, error = outcome.get(timeout=max(deadline - time.monotonic(), 0.0))
-    except queue.Empty:
-        raise TimeoutError("no answer") from None
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]  # T when there is no error
 
 
 def first_line(error: Exception) -> str:

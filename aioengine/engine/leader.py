@@ -10,6 +10,7 @@ from typing import assert_never
 
 from aioengine.config import EngineConfig
 from aioengine.control.channel import Link
+from aioengine.control.deadline import Deadline
 from aioengine.control.watch import Failure, Heartbeats, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker
 from aioengine.engine.executor import Executor, StepDone, StepFailed
@@ -70,6 +71,7 @@ class Leader:
         peers: dict[int, Link],
         front_ends: dict[str, tuple[Link, RankInfo]],
         address: str,
+        startup: Deadline,
     ) -> None:
         self._config = config
         self._model = model
@@ -77,6 +79,7 @@ class Leader:
         self._device = device
         self._worker = worker
         self._address = address
+        self._startup = startup
         self._front_ends = {source: link for source, (link, _) in front_ends.items()}
         self._carriers = {source: info for source, (_, info) in front_ends.items()}
         # Bounded by admission at the front ends and by the number of plans in flight.
@@ -133,9 +136,8 @@ class Leader:
 
     async def _serve(self, tasks: asyncio.TaskGroup) -> None:
         ranks = (self._watch.me, *self._watch.others.values())
-        limit_s = self._config.startup_timeout_seconds
         try:
-            async with asyncio.timeout(limit_s):
+            async with self._startup.bound():
                 self._scheduler, ready = await open_replica(
                     self._executor,
                     self._device,
@@ -175,9 +177,12 @@ class Leader:
         infos = {self._watch.me.rank: self._watch.me, **self._watch.others}
         for rank in self._watch.others.keys() & set(ranks):
             self._watch.kill(rank)
+        hosts = ", ".join(sorted({info.host for info in infos.values()}))
         return (
             f"no answer to {method} from {', '.join(str(infos[rank]) for rank in ranks)} within "
-            f"--startup-timeout-seconds {self._config.startup_timeout_seconds:g}"
+            f"--startup-timeout-seconds {self._startup.limit_s:g}; hosts of this replica: {hosts}. "
+            "Look at that rank's own log, whether its process is stopped, and whether the hosts "
+            "reach each other on every port"
         )
 
     async def _raise_failure(self) -> None:

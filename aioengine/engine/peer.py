@@ -5,11 +5,10 @@ import logging
 from functools import partial
 from typing import Any, assert_never
 
-from aioengine.config import EngineConfig
 from aioengine.control.channel import Link
+from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
-from aioengine.limits import HANDSHAKE_TIMEOUT_S
 from aioengine.messages import (
     CallReply,
     DeviceCall,
@@ -32,19 +31,19 @@ class Peer:
 
     def __init__(
         self,
-        config: EngineConfig,
         watch: Watch,
         leader_rank: int,
         link: Link,
         device: DeviceThread,
         worker: DeviceWorker,
+        startup: Deadline,
     ) -> None:
-        self._config = config
         self._watch = watch
         self._leader_rank = leader_rank
         self._link = link
         self._device = device
         self._worker = worker
+        self._startup = startup
         self._next_seq = 1
         self._last_done = 0
         self._ended = asyncio.Event()
@@ -152,18 +151,23 @@ class Peer:
         self._link.send(message)
         self._watch.job_failed(self._watch.me.rank, message, patience=2.0)
 
+    def _blame_silent_leader(self) -> None:
+        """The leader would have named the rank that is late, so it is the frozen one itself."""
+        leader = self._watch.others[self._leader_rank]
+        self._watch.fail(
+            f"{leader}: the replica is not ready within --startup-timeout-seconds "
+            f"{self._startup.limit_s:g} and its leader is silent; look at that rank's own log, "
+            f"and whether process {leader.pid} on {leader.host} is stopped",
+            self._leader_rank,
+        )
+        self._watch.kill(self._leader_rank)
+
     async def _beat_when_armed(self) -> None:
-        # The leader's own limit began earlier, so it reports first, unless it is frozen.
-        limit_s = self._config.startup_timeout_seconds
         try:
-            async with asyncio.timeout(limit_s + HANDSHAKE_TIMEOUT_S):
+            async with self._startup.bound(VERDICT_GRACE_S):
                 await self._armed.wait()
         except TimeoutError:
-            leader = self._watch.others[self._leader_rank]
-            self._watch.fail(
-                f"{leader}: the replica was not ready within --startup-timeout-seconds {limit_s:g}",
-                self._leader_rank,
-            )
+            self._blame_silent_leader()
             return
         await self._watch.run_heartbeats(
             lambda: self._link.send(Heartbeat(self._last_done, self._worker.doing))

@@ -5,8 +5,11 @@ each character is looked at once.
 """
 
 import codecs
+import functools
+from collections.abc import Sequence
 
 from aioengine.frontend.tokenizer import Tokenizer
+from aioengine.limits import MAX_STOP_STRINGS
 
 
 class IncrementalDetokenizer:
@@ -18,7 +21,8 @@ class IncrementalDetokenizer:
     last character only from `finish`.
 
     Stop strings are found as if characters came one at a time: the first to be complete ends the
-    text, the longest when several end at the same character.
+    text, the longest when several end at the same character. What the first `min_tokens` tokens
+    complete does not count.
     """
 
     def __init__(
@@ -27,6 +31,7 @@ class IncrementalDetokenizer:
         stop: tuple[str, ...] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self.stopped: str | None = None
         """The stop string that ended the text."""
@@ -36,6 +41,8 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._include_stop = include_stop
         self._skip_special_tokens = skip_special_tokens
+        self._num_unstoppable = min_tokens
+        """Of the tokens to come."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matchers = [_StopMatcher(pattern) for pattern in stop]
         self._held = ""
@@ -49,6 +56,7 @@ class IncrementalDetokenizer:
             if self.stopped is not None:
                 break
             self.num_counted += 1
+            self._num_unstoppable -= 1
             if self._skip_special_tokens and token_id in self._tokenizer.special_ids:
                 continue
             ready.append(self._advance(self._utf8.decode(self._tokenizer.token_bytes(token_id))))
@@ -68,7 +76,7 @@ class IncrementalDetokenizer:
         text = self._held + new
         for end, char in enumerate(new, start=len(self._held) + 1):
             complete = [matcher.pattern for matcher in self._matchers if matcher.advance(char)]
-            if complete:
+            if complete and self._num_unstoppable < 0:
                 self.stopped = max(complete, key=len)
                 self._held = ""
                 return text[: end if self._include_stop else end - len(self.stopped)]
@@ -84,20 +92,31 @@ class _StopMatcher:
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
         self.num_matched = 0
-        """Length of the longest beginning of the pattern that the text so far ends with."""
-        self._borders = [0] * len(pattern)
-        """Per matched length - 1: the next shorter length that also fits."""
-        matched = 0
-        for i in range(1, len(pattern)):
-            matched = self._step(matched, pattern[i])
-            self._borders[i] = matched
+        """Length of the longest beginning of the pattern, but not all of it, that the text so far
+        ends with."""
+        self._borders = _borders(pattern)
 
     def advance(self, char: str) -> bool:
         """True when the pattern ends here."""
-        self.num_matched = self._step(self.num_matched, char)
-        return self.num_matched == len(self.pattern)
+        self.num_matched = _step(self.pattern, self._borders, self.num_matched, char)
+        if self.num_matched < len(self.pattern):
+            return False
+        self.num_matched = self._borders[-1]
+        return True
 
-    def _step(self, matched: int, char: str) -> int:
-        while matched and self.pattern[matched] != char:
-            matched = self._borders[matched - 1]
-        return matched + (self.pattern[matched] == char)
+
+def _step(pattern: str, borders: Sequence[int], matched: int, char: str) -> int:
+    """What is matched after one more character."""
+    while matched and pattern[matched] != char:
+        matched = borders[matched - 1]
+    return matched + (pattern[matched] == char)
+
+
+@functools.lru_cache(maxsize=2 * MAX_STOP_STRINGS)
+def _borders(pattern: str) -> Sequence[int]:
+    """Per matched length - 1: the next shorter length that also fits. Once for all choices of a
+    request: 1,024 of them with 16 long stop strings would take seconds."""
+    borders = [0]
+    for char in pattern[1:]:
+        borders.append(_step(pattern, borders, borders[-1], char))
+    return borders

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Literal, assert_never
 
 from aioengine.control.channel import Link
+from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
 from aioengine.control.watch import Heartbeats
 from aioengine.frontend.metrics import EngineMetrics
 from aioengine.frontend.records import Choice, ChoiceSpec, Generation
@@ -192,6 +193,15 @@ class FrontEnd:
             self.idle.set()
 
     # --- from the leaders
+
+    async def limit_start(self, deadline: Deadline) -> None:
+        """Give up on leaders that say neither ready nor failed in time: they are frozen."""
+        await asyncio.sleep(deadline.left_s + VERDICT_GRACE_S)
+        limit = f"--startup-timeout-seconds {deadline.limit_s:g}"
+        for replica in self.replicas:
+            if replica.ready is None and replica.failed_cause is None:
+                self._on_failed(replica, f"{replica.leader}: not ready within {limit}, and silent")
+                self._on_frozen(replica.leader)
 
     async def run_heartbeats(self) -> None:
         """Tell the leaders that this front end lives, and notice a leader that does not."""

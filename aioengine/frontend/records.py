@@ -32,12 +32,25 @@ class Update:
     """What is new in one choice since the client last looked."""
 
     index: int
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+    """Of the text: joined once, so that a long answer costs what it is long."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string, or the id of the stop token when it is not an end-of-sequence token."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def extend(self, later: "Update") -> None:
+        """By the next update of the same choice."""
+        self.pieces += later.pieces
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
 
 
 class Choice:
@@ -74,13 +87,13 @@ class Choice:
         detokenizer, unread = self.spec.detokenizer, self._unread
         ends_with_stop_token = delta.finish_reason == "stop" and not self.spec.include_stop
         shown = delta.token_ids[:-1] if ends_with_stop_token else delta.token_ids
-        unread.text += detokenizer.push(shown)
+        unread.pieces.append(detokenizer.push(shown))
         num_counted = len(delta.token_ids)
         if detokenizer.stopped is not None:
             num_counted = detokenizer.num_counted
             unread.finish_reason, unread.stop_reason = "stop", detokenizer.stopped
         elif delta.finish_reason is not None:
-            unread.text += detokenizer.finish()
+            unread.pieces.append(detokenizer.finish())
             unread.finish_reason = delta.finish_reason
             if delta.finish_reason == "stop" and delta.token_ids[-1] not in self.spec.eos_token_ids:
                 unread.stop_reason = delta.token_ids[-1]

@@ -1,8 +1,10 @@
 """Chat templates: Jinja in a sandbox, with the helpers that Hugging Face templates rely on."""
 
+import contextlib
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from types import CodeType
 from typing import Any, Final, NoReturn
 
 import jinja2
@@ -24,7 +26,18 @@ OWN_NAMES: Final = frozenset({"messages", "add_generation_prompt", "bos_token", 
 
 
 class TemplateError(ValueError):
-    """The template is broken, refuses the conversation, or goes beyond a limit."""
+    """The template is broken, refuses the conversation, or goes beyond a limit.
+
+    Of a rendering, `field` is the part of the request that is at fault.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if self.field is None else f"{self.field}: {message}"
 
 
 class ChatTemplate:
@@ -70,30 +83,24 @@ class ChatTemplate:
         if self._code is None:
             raise TemplateError(
                 "this model has no chat template: give one with --chat-template, or send text to "
-                "/v1/completions"
+                "/v1/completions",
+                "messages",
             )
         if continue_final_message and add_generation_prompt:
-            raise TemplateError(
-                "add_generation_prompt and continue_final_message exclude each other"
-            )
+            raise TemplateError("excludes add_generation_prompt", "continue_final_message")
         extra = extra or {}
         if taken := sorted(OWN_NAMES & extra.keys()):
-            raise TemplateError(f"chat_template_kwargs must not set {', '.join(taken)}")
+            raise TemplateError(f"must not set {', '.join(taken)}", "chat_template_kwargs")
         plain = [{**message, "content": _joined(message.get("content"))} for message in messages]
         if continue_final_message:
             _mark_end(plain)
         special = {"bos_token": bos_token, "eos_token": eos_token}
-        variables = {
-            "tools": None,
-            "documents": None,
-            **extra,
+        own = {
             **{name: token for name, token in special.items() if token is not None},
             "messages": plain,
             "add_generation_prompt": add_generation_prompt,
         }
-        environment = _Environment()
-        template = jinja2.Template.from_code(environment, self._code, environment.globals)
-        rendered = _run(template, variables)
+        rendered = _render(self._code, own, extra)
         return _cut_at_mark(rendered) if continue_final_message else rendered
 
 
@@ -144,7 +151,21 @@ def _count_iteration() -> nodes.Stmt:
     return nodes.ExprStmt(nodes.Call(function, [], [], None, None))
 
 
-def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
+def _render(code: CodeType, own: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
+    """`extra` is at fault when the template fails with it and not without."""
+    try:
+        return _run(code, {"tools": None, "documents": None, **extra, **own})
+    except TemplateError as error:
+        if extra:
+            with contextlib.suppress(TemplateError):
+                _render(code, own, {})
+                error.field = "chat_template_kwargs"
+        raise
+
+
+def _run(code: CodeType, variables: dict[str, Any]) -> str:
+    environment = _Environment()
+    template = jinja2.Template.from_code(environment, code, environment.globals)
     pieces: list[str] = []
     size = 0
     try:
@@ -154,7 +175,7 @@ def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
                 raise SecurityError(f"more than {MAX_TEMPLATE_OUTPUT_CHARS} characters")
             pieces.append(piece)
     except Exception as error:  # a template can do anything that Python can refuse
-        raise TemplateError(f"chat template: {error}") from error
+        raise TemplateError(f"chat template: {error}", "messages") from error
     return "".join(pieces)
 
 
@@ -165,21 +186,21 @@ def _joined(content: Any) -> Any:
     for part in content:
         if part.get("type") != "text":
             raise TemplateError(
-                f"content part of type {part.get('type')!r}: only text is supported"
+                f"content part of type {part.get('type')!r}: only text is supported", "messages"
             )
     return "".join(part["text"] for part in content)
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> None:
     if not messages or not isinstance(messages[-1]["content"], str):
-        raise TemplateError("continue_final_message needs a last message with text")
+        raise TemplateError("needs a last message with text", "continue_final_message")
     messages[-1]["content"] += END_MARK + " "
 
 
 def _cut_at_mark(rendered: str) -> str:
     end = rendered.rfind(END_MARK)
     if end < 0:
-        raise TemplateError("continue_final_message: this template leaves out the last message")
+        raise TemplateError("this template leaves out the last message", "continue_final_message")
     if rendered.startswith(" ", end + len(END_MARK)):
         return rendered[:end]
     return rendered[:end].rstrip()  # the template trims messages

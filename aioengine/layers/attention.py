@@ -4,7 +4,7 @@ Shapes: T tokens · R rows · N query heads · K kv heads · G = N / K query hea
 H head_dim · L cached tokens · Q tokens of one prefill row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +13,19 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from aioengine.layers.forward_batch import Attention, LayerCache, PagedInputs
+
+MAX_GATHERED_TOKENS: Final = 2**16
+"""Of decode rows at one time, padding included: bounds the copy of keys and values, which else is
+as large as all rows at the longest context of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Adjacent rows with one token each. `cached_RL`: cache slots of the R rows' contexts."""
+
+    rows: slice
+    cached_RL: Tensor
+    mask_R11L: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +46,7 @@ class GatherAttention:
 
     def __init__(self, inputs: PagedInputs) -> None:
         self._slot_mapping_T = inputs.slot_mapping_T
-        self._num_decodes = inputs.num_decodes
-        if self._num_decodes:
-            self._decode_cached_RL, self._decode_mask_R11L = _decode_tables(inputs)
+        self._decodes = [_decode_tables(inputs, rows) for rows in _decode_groups(inputs)]
         self._prefills = _prefill_tables(inputs)
 
     def write_kv(self, cache: LayerCache, k_TKH: Tensor, v_TKH: Tensor) -> None:
@@ -45,27 +56,26 @@ class GatherAttention:
     def attend(self, cache: LayerCache, q_TNH: Tensor) -> Tensor:
         k_SKH, v_SKH = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
         out_TNH = torch.empty_like(q_TNH)
-        if self._num_decodes:
-            out_TNH[: self._num_decodes] = self._attend_decodes(
-                k_SKH, v_SKH, q_TNH[: self._num_decodes]
-            )
+        for group in self._decodes:
+            out_TNH[group.rows] = _attend_decodes(group, k_SKH, v_SKH, q_TNH[group.rows])
         for row in self._prefills:
             out_TNH[row.tokens] = _attend_prefill(row, k_SKH, v_SKH, q_TNH[row.tokens])
         return out_TNH
 
-    def _attend_decodes(self, k_SKH: Tensor, v_SKH: Tensor, q_RNH: Tensor) -> Tensor:
-        """The G query heads of a kv head stand where SDPA has query positions: K is read once."""
-        num_rows, length = self._decode_cached_RL.shape
-        num_kv_heads, head_dim = k_SKH.shape[1:]
-        cached = self._decode_cached_RL.flatten()
-        shape_RLKH = (num_rows, length, num_kv_heads, head_dim)
-        out_RKGH = scaled_dot_product_attention(
-            q_RNH.view(num_rows, num_kv_heads, -1, head_dim),
-            k_SKH.index_select(0, cached).view(shape_RLKH).transpose(1, 2),
-            v_SKH.index_select(0, cached).view(shape_RLKH).transpose(1, 2),
-            attn_mask=self._decode_mask_R11L,
-        )
-        return out_RKGH.flatten(1, 2)
+
+def _attend_decodes(group: _Decodes, k_SKH: Tensor, v_SKH: Tensor, q_RNH: Tensor) -> Tensor:
+    """The G query heads of a kv head stand where SDPA has query positions: K is read once."""
+    num_rows, length = group.cached_RL.shape
+    num_kv_heads, head_dim = k_SKH.shape[1:]
+    cached = group.cached_RL.flatten()
+    shape_RLKH = (num_rows, length, num_kv_heads, head_dim)
+    out_RKGH = scaled_dot_product_attention(
+        q_RNH.view(num_rows, num_kv_heads, -1, head_dim),
+        k_SKH.index_select(0, cached).view(shape_RLKH).transpose(1, 2),
+        v_SKH.index_select(0, cached).view(shape_RLKH).transpose(1, 2),
+        attn_mask=group.mask_R11L,
+    )
+    return out_RKGH.flatten(1, 2)
 
 
 def _attend_prefill(row: _Prefill, k_SKH: Tensor, v_SKH: Tensor, q_QNH: Tensor) -> Tensor:
@@ -83,15 +93,25 @@ def _attend_prefill(row: _Prefill, k_SKH: Tensor, v_SKH: Tensor, q_QNH: Tensor) 
     return out_GKQH.permute(2, 1, 0, 3).flatten(1, 2)
 
 
-def _decode_tables(inputs: PagedInputs) -> tuple[Tensor, Tensor]:
-    """Cache slots [R, L] of the decode rows, and their mask [R, 1, 1, L]."""
-    num = inputs.num_decodes
-    longest = max(inputs.context_lens[:num])
+def _decode_groups(inputs: PagedInputs) -> Iterator[slice]:
+    """Runs of decode rows; a row that is longer than the limit is one of its own."""
+    first = longest = 0
+    for row, length in enumerate(inputs.context_lens[: inputs.num_decodes]):
+        longest = max(longest, length)
+        if row > first and (row + 1 - first) * longest > MAX_GATHERED_TOKENS:
+            yield slice(first, row)
+            first, longest = row, length
+    if inputs.num_decodes:
+        yield slice(first, inputs.num_decodes)
+
+
+def _decode_tables(inputs: PagedInputs, rows: slice) -> _Decodes:
+    longest = max(inputs.context_lens[rows])
     offsets_L = torch.arange(longest, device=inputs.context_lens_R.device)
-    inside_RL = offsets_L < inputs.context_lens_R[:num, None]
-    cached_RL = _cache_slots(inputs, slice(num))[:, :longest]
-    cached_RL = cached_RL.where(inside_RL, inputs.slot_mapping_T[:num, None])
-    return cached_RL, inside_RL[:, None, None]
+    inside_RL = offsets_L < inputs.context_lens_R[rows, None]
+    cached_RL = _cache_slots(inputs, rows)[:, :longest]
+    cached_RL = cached_RL.where(inside_RL, inputs.slot_mapping_T[rows, None])
+    return _Decodes(rows, cached_RL, inside_RL[:, None, None])
 
 
 def _prefill_tables(inputs: PagedInputs) -> list[_Prefill]:

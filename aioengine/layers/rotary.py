@@ -33,24 +33,22 @@ def _llama3(frequencies_F: Tensor, rope: RopeConfig) -> Tensor:
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of all positions, float32; one table serves all layers of a stage."""
+    """Cosines and sines of a step's positions; one module serves all layers of a stage.
 
-    def __init__(
-        self, rope: RopeConfig, head_dim: int, max_position: int, *, device: torch.device
-    ) -> None:
+    Computed in float32 in each step, not looked up: a table would have to reach as far as the
+    model's positions (ten million in some models, whatever the KV cache holds).
+    """
+
+    def __init__(self, rope: RopeConfig, head_dim: int, *, device: torch.device) -> None:
         super().__init__()
-        frequencies_F = rotary_frequencies(rope, head_dim)
-        angles_PF = torch.outer(torch.arange(max_position).float(), frequencies_F)
-        self.register_buffer("cos_PF", angles_PF.cos().to(device), persistent=False)
-        self.register_buffer("sin_PF", angles_PF.sin().to(device), persistent=False)
-        self.cos_PF: Tensor
-        self.sin_PF: Tensor
+        frequencies_F = rotary_frequencies(rope, head_dim).to(device)
+        self.register_buffer("frequencies_F", frequencies_F, persistent=False)
+        self.frequencies_F: Tensor
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine [T, 1, F] for `rotate`, once per step."""
-        cos_TF = self.cos_PF.index_select(0, positions_T).to(dtype)
-        sin_TF = self.sin_PF.index_select(0, positions_T).to(dtype)
-        return cos_TF[:, None], sin_TF[:, None]
+        angles_T1F = positions_T.float()[:, None, None] * self.frequencies_F
+        return angles_T1F.cos().to(dtype), angles_T1F.sin().to(dtype)
 
 
 def rotate(x_TNH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:

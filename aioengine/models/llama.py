@@ -98,7 +98,7 @@ class LlamaDecoder(nn.Module):
         )
         self.layers = nn.ModuleDict({str(i): LlamaLayer(cfg, place) for i in layers})
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, place=place) if is_last else None
-        self.rotary = RotaryEmbedding(cfg.rope, cfg.head_dim, cfg.max_position, device=place.device)
+        self.rotary = RotaryEmbedding(cfg.rope, cfg.head_dim, device=place.device)
 
     def forward(self, batch: ForwardBatch, hidden_TD: Tensor | None) -> Tensor:
         if self.embed_tokens is not None:

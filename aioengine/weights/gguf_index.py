@@ -55,6 +55,8 @@ class GGUFIndex:
         self._head_dim = model_config_from_gguf(self._file).head_dim
         self._tensors: dict[str, GGUFTensor] = {}
         self._interleaved: set[str] = set()
+        self._readable: set[GGMLQuantizationType] = set()
+        """Types of which a block was unpacked."""
         for tensor in self._file.tensors.values():
             name = _published_name(tensor.name)
             self._tensors[name] = tensor
@@ -68,7 +70,12 @@ class GGUFIndex:
         return self._file.file(self._tensor(name).name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensor(name).shape
+        tensor = self._tensor(name)
+        if tensor.type not in self._readable:
+            one_block = np.zeros((1, tensor.block_bytes), np.uint8)
+            self._unpack(tensor, one_block)
+            self._readable.add(tensor.type)
+        return tensor.shape
 
     def read(self, name: str, dim: int | None, start: int, stop: int) -> Tensor:
         tensor = self._tensor(name)
@@ -95,8 +102,8 @@ class GGUFIndex:
         """Columns start..stop of rows first_row..last_row. Dequantises whole blocks only."""
         size, num_bytes = tensor.block_size, tensor.block_bytes
         first_block, last_block = start // size, -(-stop // size)
-        rows = self._file.rows(tensor)[first_row:last_row]
-        packed = rows[:, first_block * num_bytes : last_block * num_bytes].copy()
+        blocks = slice(first_block * num_bytes, last_block * num_bytes)
+        packed = self._file.packed(tensor, slice(first_row, last_row), blocks)
         skipped = first_block * size
         return self._unpack(tensor, packed)[:, start - skipped : stop - skipped]
 

@@ -1,20 +1,30 @@
 """WeightIndex: published tensor names to tensors on disk, read whole or in slices."""
 
+import json
+import math
 from collections.abc import KeysView, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from aioengine.checkpoint.file_bytes import FileBytes
 from aioengine.checkpoint.hub import INDEX_FILE, SINGLE_FILE
 from aioengine.checkpoint.json_object import read_json_object
 from aioengine.checkpoint.source import ModelSource
 from aioengine.errors import StartupError
 from aioengine.weights.gguf_index import GGUFIndex
 
-PLAIN_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PLAIN_DTYPES: Final = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+}
+"""By the name that a safetensors header gives them."""
 
 
 class WeightIndex(Protocol):
@@ -32,7 +42,9 @@ class WeightIndex(Protocol):
         """The file that holds the tensor."""
         ...
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """StartupError, too, when the tensor is stored as a type that cannot be read."""
+        ...
 
     def read(self, name: str, dim: int | None, start: int, stop: int) -> Tensor:
         """A tensor of the caller's own: rows start..stop of dimension `dim`; all when dim is None.
@@ -52,6 +64,16 @@ def open_index(source: ModelSource) -> WeightIndex:
     return SafetensorsIndex(source.path, files, listed)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where one tensor lies in a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Byte of the file."""
+
+
 class SafetensorsIndex:
     """A WeightIndex over one or several .safetensors files of a directory.
 
@@ -61,13 +83,16 @@ class SafetensorsIndex:
     def __init__(self, directory: Path, files: list[Path], listed: Mapping[str, Path]) -> None:
         self._directory = directory
         self._listed = listed
-        self._files = {path: _open(path) for path in files}
+        self._files: dict[Path, FileBytes] = {}
+        self._tensors: dict[str, _Stored] = {}
         self._paths: dict[str, Path] = {}
-        for path, file in self._files.items():
-            for name in file.offset_keys():
+        for path in files:
+            self._files[path], tensors = _open(path)
+            for name, stored in tensors.items():
                 if name in self._paths:
                     raise StartupError(f"{path}: tensor {name} is also in {self._paths[name]}")
                 self._paths[name] = path
+                self._tensors[name] = stored
 
     def names(self) -> KeysView[str]:
         return self._paths.keys()
@@ -82,34 +107,57 @@ class SafetensorsIndex:
         raise StartupError(f"{self._directory}: tensor {name} is missing")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[self.path(name)].get_slice(name).get_shape())
+        path = self.path(name)
+        stored = self._tensors[name]
+        if stored.dtype not in PLAIN_DTYPES:
+            raise StartupError(
+                f"{path}: tensor {name} is stored as {stored.dtype}; quantised checkpoints are "
+                "supported as GGUF only"
+            )
+        return stored.shape
 
     def read(self, name: str, dim: int | None, start: int, stop: int) -> Tensor:
         assert dim in (None, 0, 1)
-        path = self.path(name)
+        shape = list(self.shape(name))
+        stored, path = self._tensors[name], self._paths[name]
+        dtype = PLAIN_DTYPES[stored.dtype]
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        rows, columns = slice(0, shape[0]) if shape else slice(0, 1), slice(0, row_bytes)
+        if dim == 0:
+            rows = slice(start, stop)
+        elif dim == 1:
+            column_bytes = row_bytes // shape[1]
+            columns = slice(start * column_bytes, stop * column_bytes)
+        if dim is not None:
+            shape[dim] = stop - start
         try:
-            if dim is None:
-                tensor: Tensor = self._files[path].get_tensor(name)
-            elif dim == 0:
-                tensor = self._files[path].get_slice(name)[start:stop]
-            else:
-                tensor = self._files[path].get_slice(name)[:, start:stop]
-        except SafetensorError as error:
-            raise StartupError(f"{path}: tensor {name}: {error}") from error
-        if tensor.dtype not in PLAIN_DTYPES:
-            raise StartupError(
-                f"{path}: tensor {name} is stored as {tensor.dtype}; quantised checkpoints are "
-                "supported as GGUF only"
+            packed = self._files[path].read_columns(
+                stored.start + rows.start * row_bytes,
+                (rows.stop - rows.start, row_bytes),
+                columns.start,
+                columns.stop,
             )
-        return tensor
+        except OSError as error:
+            raise StartupError(f"{path}: tensor {name}: {error}") from error
+        return torch.from_numpy(packed).view(dtype).reshape(shape)
 
 
-def _open(path: Path) -> Any:
-    """A safe_open; Any, because its stub leaves the methods unannotated."""
+def _open(path: Path) -> tuple[FileBytes, dict[str, _Stored]]:
+    """The file, and its tensors in the order in which they lie."""
     try:
-        return safe_open(path, framework="pt")
+        with safe_open(path, framework="np"):  # checks the header and the file's size
+            file = FileBytes(path)
+        header_bytes = int.from_bytes(file.read(0, 8).tobytes(), "little")
+        header = json.loads(file.read(8, header_bytes).tobytes())
     except (SafetensorError, OSError) as error:
         raise StartupError(f"{path}: not a readable safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    data = 8 + header_bytes
+    tensors = {
+        name: _Stored(entry["dtype"], tuple(entry["shape"]), data + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+    return file, dict(sorted(tensors.items(), key=lambda each: each[1].start))
 
 
 def _listed_places(index_path: Path) -> dict[str, Path]:

@@ -4,7 +4,6 @@ import logging
 import sys
 from dataclasses import dataclass, replace
 
-import msgspec
 import torch
 from tqdm import tqdm
 
@@ -47,8 +46,7 @@ class StagePlan:
 
     def outline(self) -> LlamaStage:
         """Names and shapes of the parameters, without memory behind them."""
-        cfg = msgspec.structs.replace(self.cfg, max_position=1)
-        return replace(self, cfg=cfg).build(torch.device("meta"))
+        return self.build(torch.device("meta"))
 
     @property
     def num_bytes(self) -> int:

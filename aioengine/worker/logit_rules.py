@@ -7,7 +7,7 @@ Shapes: R rows that sample · N of them with a rule · M of them with one kind o
 """
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aioengine.messages import NewSlot, SlotParams, StepPlan
 from aioengine.worker.sampler import SamplingBatch
+from aioengine.worker.staging import send
 from aioengine.worker.token_counts import TokenCounts
 
 PENALTIES: Final = np.dtype(
@@ -58,13 +59,13 @@ class LogitRules:
         ruled = np.flatnonzero(is_counted | is_withheld | is_biased)
         if not len(ruled):
             return logits_RV
-        rows_N = _to(logits_RV, ruled)
+        rows_N = send(ruled, logits_RV.device)
         x_NV = logits_RV.index_select(0, rows_N)
         _add_entries(x_NV, slots[ruled], is_withheld[ruled], self._withheld)
         _add_entries(x_NV, slots[ruled], is_biased[ruled], self._biases)
         counted = np.flatnonzero(is_counted[ruled])
         if len(counted):
-            rows_M, slots_M = _to(x_NV, counted), slots[ruled][counted]
+            rows_M, slots_M = send(counted, x_NV.device), slots[ruled][counted]
             prompt_MV, output_MV = self._counts.look_up(slots_M)
             x_MV = x_NV.index_select(0, rows_M)
             x_MV = penalise(x_MV, prompt_MV, output_MV, self._penalties[slots_M])
@@ -75,7 +76,7 @@ class LogitRules:
         """Count what was drawn."""
         counted = np.flatnonzero(self._counts.has(batch.slots))
         if len(counted):
-            ids_M = ids_R.index_select(0, _to(ids_R, counted))
+            ids_M = ids_R.index_select(0, send(counted, ids_R.device))
             self._counts.record(batch.slots[counted], batch.positions[counted], ids_M)
 
     def _enter(self, new: NewSlot) -> None:
@@ -116,9 +117,10 @@ def penalise(
     """
     drawn_MV = output_MV > 0
     repetition_M1, frequency_M1, presence_M1 = (
-        _to(logits_MV, penalties[name])[:, None] for name in ("repetition", "frequency", "presence")
+        send(penalties[name], logits_MV.device)[:, None]
+        for name in ("repetition", "frequency", "presence")
     )
-    factor_MV = torch.where(prompt_MV | drawn_MV, repetition_M1, 1.0)
+    factor_MV = repetition_M1.masked_fill(~(prompt_MV | drawn_MV), 1.0)
     out_MV = torch.where(logits_MV > 0, logits_MV / factor_MV, logits_MV * factor_MV)
     return out_MV - frequency_M1 * output_MV - presence_M1 * drawn_MV
 
@@ -142,12 +144,8 @@ def _add_entries(
     if not len(rows):
         return
     entries = [by_slot[slot] for slot in slots[rows].tolist()]
-    row_of = _to(x_NV, rows.repeat([len(ids) for ids, _ in entries]))
-    ids = _to(x_NV, np.concatenate([ids for ids, _ in entries]))
-    values = _to(x_NV, np.concatenate([values for _, values in entries]))
+    device = x_NV.device
+    row_of = send(rows.repeat([len(ids) for ids, _ in entries]), device)
+    ids = send(np.concatenate([ids for ids, _ in entries]), device)
+    values = send(np.concatenate([values for _, values in entries]), device)
     x_NV.index_put_((row_of, ids), values, accumulate=True)
-
-
-def _to(like: Tensor, array: NDArray[Any]) -> Tensor:
-    """A host array as a tensor on `like`'s device."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)

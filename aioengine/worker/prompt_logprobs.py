@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from aioengine.messages import NewSlot, PromptLogprobs, SlotStep, TokenLogprobs
-from aioengine.worker.logprobs import describe_tokens
+from aioengine.worker.logprobs import describe, tabulate
+from aioengine.worker.staging import fetch, send
 
 ROWS_PER_PIECE: Final = 256
 """Bounds the logits that exist at one time."""
@@ -86,11 +87,12 @@ def describe_prompts(
     described: list[TokenLogprobs] = []
     for start in range(0, len(rows), ROWS_PER_PIECE):
         piece = slice(start, start + ROWS_PER_PIECE)
-        rows_N = torch.tensor(rows[piece], device=hidden_TD.device)
+        rows_N = send(np.array(rows[piece]), hidden_TD.device)
         logits_NV = compute_logits(hidden_TD.index_select(0, rows_N))
         if is_output:
-            targets_N = torch.tensor(targets[piece], device=hidden_TD.device)
-            described += describe_tokens(logits_NV.log_softmax(dim=1), targets_N, num_top[piece])
+            targets_N = send(np.array(targets[piece]), hidden_TD.device)
+            table = tabulate(logits_NV.log_softmax(dim=1), targets_N, num_top[piece])
+            described += describe(fetch(table.tensors), num_top[piece])
     if not is_output:
         return ()
     left = iter(described)

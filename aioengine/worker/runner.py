@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -79,7 +78,7 @@ class Worker:
         self._local_world_size = local_world_size
         self._omp_num_threads = omp_num_threads
         self._max_model_len = config.max_model_len or model_config.max_position
-        self._cfg = msgspec.structs.replace(model_config, max_position=self._max_model_len)
+        self._cfg = model_config
         self._dtype: torch.dtype = getattr(
             torch, model_config.dtype if config.dtype == "auto" else config.dtype
         )
@@ -196,16 +195,16 @@ class Worker:
     @device_call
     def allocate_kv(self, num_blocks: int) -> None:
         """Allocate the cache and empty slot tables; `num_blocks` includes the null block."""
-        self._builder = BatchBuilder(
-            self._role,
-            self._kv_shape.allocate(num_blocks, self._device),
-            num_slots=self._config.num_slots,
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
-            max_model_len=self._max_model_len,
-            block_size=self._config.block_size,
-            device=self._device,
-        )
-        self._rules = LogitRules(self._config.num_slots, self._cfg.vocab_size, self._device)
+        room = (num_blocks - 1) * self._config.block_size
+        is_cut = self._config.max_model_len is None and room < self._max_model_len
+        if is_cut and self._rank == self._layout.leader_of(self._rank):
+            logger.info(
+                "without --max-model-len the context is what fits the KV cache: %d tokens of the "
+                "model's %d",
+                room,
+                self._max_model_len,
+            )
+        self._allocate(num_blocks)
 
     @device_call
     def warm_up(self) -> None:
@@ -253,10 +252,25 @@ class Worker:
                 max_plans_in_flight=config.max_plans_in_flight,
             )
 
+    def _allocate(self, num_blocks: int) -> None:
+        # A request holds no more blocks than there are; plans of the null block alone may.
+        room = (num_blocks - 1) * self._config.block_size
+        longest = max(room, self._config.max_num_batched_tokens + self._config.block_size)
+        self._builder = BatchBuilder(
+            self._role,
+            self._kv_shape.allocate(num_blocks, self._device),
+            num_slots=self._config.num_slots,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_model_len=min(self._max_model_len, longest),
+            block_size=self._config.block_size,
+            device=self._device,
+        )
+        self._rules = LogitRules(self._config.num_slots, self._cfg.vocab_size, self._device)
+
     def _profile(self) -> None:
         """Run the largest step over a cache of the null block alone, for the peak of memory."""
         config = self._config
-        self.allocate_kv(1)
+        self._allocate(1)
         torch.cuda.reset_peak_memory_stats()
         self._rehearse(
             largest_plan(

@@ -7,20 +7,25 @@ Shapes: R rows that sample · N rows that draw · M rows that truncate · V voca
 """
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.messages import Sampled, SlotParams, TokenLogprobs
-from aioengine.worker.logprobs import describe_tokens
+from aioengine.messages import Sampled, SlotParams
+from aioengine.worker.logprobs import describe, tabulate
 from aioengine.worker.philox import uniforms
+from aioengine.worker.staging import fetch, send
 
 MIN_TEMPERATURE: Final = 1e-5
 """Below it a row is greedy."""
+MAX_TEMPERATURE: Final = 1e30
+"""Above it a row is drawn as at it, evenly: infinite in float32, it would divide -inf to NaN."""
 NO_LOGPROBS: Final = -1
+UNUSABLE: Final = -1
+"""In place of a drawn id, on its way to the host."""
 FIRST_SORTED: Final = 1024
 """Most probable tokens looked at first when only top_p limits a row."""
 
@@ -42,7 +47,7 @@ def row_params(params: SlotParams) -> tuple[float, ...]:
     """In the order of ROW_PARAMS."""
     num_logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
     return (
-        params.temperature,
+        min(params.temperature, MAX_TEMPERATURE),
         params.top_k,
         params.top_p,
         params.min_p,
@@ -85,53 +90,53 @@ class Sampler:
         best_R, ids_R = logits_RV.max(dim=1)  # NaN wins
         drawing = np.flatnonzero(batch.params["temperature"] >= MIN_TEMPERATURE)
         if len(drawing):
-            rows_N = _to(logits_RV, drawing)
+            device = logits_RV.device
+            rows_N = send(drawing, device)
             params = batch.params[drawing]
             scaled_NV = logits_RV.index_select(0, rows_N) - best_R.index_select(0, rows_N)[:, None]
-            scaled_NV /= _to(logits_RV, params["temperature"])[:, None]
+            scaled_NV /= send(params["temperature"], device)[:, None]
             uniforms_N = uniforms(params["seed"], batch.positions[drawing], params["choice"])
             probs_NV = _truncate(scaled_NV.softmax(dim=1), params)
-            ids_R.index_copy_(0, rows_N, _invert_cdf(probs_NV, _to(logits_RV, uniforms_N)))
+            ids_R.index_copy_(0, rows_N, _invert_cdf(probs_NV, send(uniforms_N, device)))
         return Draws(ids_R, best_R.isfinite())
 
     def report(
         self, logits_RV: Tensor, processed_RV: Tensor, draws: Draws, batch: SamplingBatch
     ) -> tuple[Sampled, ...]:
-        """What the leader gets, in the order of the rows.
+        """What the leader gets, in the order of the rows. The only wait for the device in a step.
 
         From the model's logits, and from those drawn from: the same tensor where they are equal.
         """
-        reported_RV = processed_RV if self._processed_logprobs else logits_RV
-        logprobs = self._logprobs(reported_RV, draws.ids_R, batch.params)
-        ids, usable = draws.ids_R.tolist(), draws.usable_R.tolist()
+        asking = np.flatnonzero(batch.params["num_logprobs"] > NO_LOGPROBS)
+        num_top = batch.params["num_logprobs"][asking].tolist()
+        wanted = [draws.ids_R.masked_fill(~draws.usable_R, UNUSABLE)]
+        if len(asking):
+            reported_RV = processed_RV if self._processed_logprobs else logits_RV
+            logprobs_NV = self._logprobs(reported_RV, asking, batch.params)
+            ids_N = draws.ids_R.index_select(0, send(asking, draws.ids_R.device))
+            wanted += tabulate(logprobs_NV, ids_N, num_top).tensors
+        ids, *table = fetch(wanted)
+        described = describe(table, num_top) if table else []
+        logprobs = {row: (one,) for row, one in zip(asking.tolist(), described, strict=True)}
         return tuple(
-            Sampled(slot, epoch, (token_id,), logprobs.get(row, ()))
-            if ok
-            else Sampled(slot, epoch, (), error=_blame(logits_RV[row]))
-            for row, (slot, epoch, token_id, ok) in enumerate(
-                zip(batch.slots.tolist(), batch.epochs.tolist(), ids, usable, strict=True)
+            Sampled(slot, epoch, (), error=_blame(logits_RV[row]))
+            if token_id == UNUSABLE
+            else Sampled(slot, epoch, (token_id,), logprobs.get(row, ()))
+            for row, (slot, epoch, token_id) in enumerate(
+                zip(batch.slots.tolist(), batch.epochs.tolist(), ids.tolist(), strict=True)
             )
         )
 
     def _logprobs(
-        self, logits_RV: Tensor, ids_R: Tensor, params: NDArray[np.void]
-    ) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """By row, for the rows that asked."""
-        asking = np.flatnonzero(params["num_logprobs"] > NO_LOGPROBS)
-        if not len(asking):
-            return {}
-        rows_N = _to(logits_RV, asking)
-        chosen_NV = logits_RV.index_select(0, rows_N)
+        self, logits_RV: Tensor, asking: NDArray[np.int64], params: NDArray[np.void]
+    ) -> Tensor:
+        """Of the rows that asked, [N, V]."""
+        chosen_NV = logits_RV.index_select(0, send(asking, logits_RV.device))
         if self._processed_logprobs:
             temperature = params["temperature"][asking]
             divisor = np.where(temperature < MIN_TEMPERATURE, 1, temperature)
-            chosen_NV /= _to(logits_RV, divisor)[:, None]
-        described = describe_tokens(
-            chosen_NV.log_softmax(dim=1),
-            ids_R.index_select(0, rows_N),
-            params["num_logprobs"][asking].tolist(),
-        )
-        return {row: (one,) for row, one in zip(asking.tolist(), described, strict=True)}
+            chosen_NV /= send(divisor, logits_RV.device)[:, None]
+        return chosen_NV.log_softmax(dim=1)
 
 
 def _blame(logits_V: Tensor) -> str:
@@ -149,7 +154,7 @@ def _truncate(probs_NV: Tensor, params: NDArray[np.void]) -> Tensor:
     )
     if not len(truncating):
         return probs_NV
-    rows_M = _to(probs_NV, truncating)
+    rows_M = send(truncating, probs_NV.device)
     least_M = _least_kept(
         probs_NV.index_select(0, rows_M),
         top_k=top_k[truncating],
@@ -157,7 +162,7 @@ def _truncate(probs_NV: Tensor, params: NDArray[np.void]) -> Tensor:
         min_p=params["min_p"][truncating],
     )
     least_N = probs_NV.new_zeros(len(probs_NV)).index_copy_(0, rows_M, least_M)
-    return probs_NV.where(probs_NV >= least_N[:, None], 0)
+    return probs_NV.masked_fill(probs_NV < least_N[:, None], 0)
 
 
 def _least_kept(
@@ -170,30 +175,32 @@ def _least_kept(
     """The least probability that each row keeps: all three filters keep the most probable tokens.
 
     Tokens that tie with the least probable kept one stay, so nothing depends on the order in which
-    a sort leaves ties. Rows that top_p limits are sorted in full only if FIRST_SORTED tokens do
-    not reach their mass.
+    a sort leaves ties. On CPU, rows that only top_p limits are sorted in full if FIRST_SORTED
+    tokens do not reach their mass; elsewhere always, since to ask would make the host wait.
     """
-    vocab_size = probs_MV.shape[1]
+    device, vocab_size = probs_MV.device, probs_MV.shape[1]
     limited, nucleus = top_k < vocab_size, top_p < 1
     num_sorted = int(top_k[limited].max(initial=1))
-    if nucleus.any():
-        num_sorted = max(num_sorted, min(FIRST_SORTED, vocab_size))
+    if (nucleus & ~limited).any():
+        first = FIRST_SORTED if device.type == "cpu" else vocab_size
+        num_sorted = max(num_sorted, min(first, vocab_size))
     sorted_MV = probs_MV.topk(num_sorted, dim=1).values
-    last_M1 = _to(probs_MV, np.minimum(top_k, num_sorted) - 1)[:, None]
-    least_M = sorted_MV.gather(1, last_M1)[:, 0] * _to(probs_MV, limited)
-    least_M = torch.maximum(least_M, sorted_MV[:, 0] * _to(probs_MV, min_p))
+    last_M1 = send(np.minimum(top_k, num_sorted) - 1, device)[:, None]
+    least_M = sorted_MV.gather(1, last_M1)[:, 0] * send(limited, device)
+    least_M = torch.maximum(least_M, sorted_MV[:, 0] * send(min_p, device))
     if not nucleus.any():
         return least_M
-    kept_MV = probs_MV.where(probs_MV >= least_M[:, None], 0)
-    target_M = kept_MV.sum(dim=1, dtype=torch.float64) * _to(probs_MV, top_p)
+    kept_MV = probs_MV.masked_fill(probs_MV < least_M[:, None], 0)
+    target_M = kept_MV.sum(dim=1, dtype=torch.float64) * send(top_p, device)
     mass_MV = sorted_MV.cumsum(dim=1, dtype=torch.float64)
-    unlimited_M = _to(probs_MV, nucleus & ~limited)
-    if num_sorted < vocab_size and ((mass_MV[:, -1] < target_M) & unlimited_M).any():
-        sorted_MV = probs_MV.sort(dim=1, descending=True).values
-        mass_MV = sorted_MV.cumsum(dim=1, dtype=torch.float64)
+    if device.type == "cpu" and num_sorted < vocab_size:
+        unlimited_M = send(nucleus & ~limited, device)
+        if ((mass_MV[:, -1] < target_M) & unlimited_M).any():
+            sorted_MV = probs_MV.sort(dim=1, descending=True).values
+            mass_MV = sorted_MV.cumsum(dim=1, dtype=torch.float64)
     reached_M1 = torch.searchsorted(mass_MV, target_M[:, None])
     reached_M1.clamp_(max=mass_MV.shape[1] - 1)
-    nucleus_M = sorted_MV.gather(1, reached_M1)[:, 0] * _to(probs_MV, nucleus)
+    nucleus_M = sorted_MV.gather(1, reached_M1)[:, 0] * send(nucleus, device)
     return torch.maximum(least_M, nucleus_M)
 
 
@@ -203,8 +210,3 @@ def _invert_cdf(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     targets_N1 = uniforms_N[:, None] * cdf_NV[:, -1:]
     ids_N = torch.searchsorted(cdf_NV, targets_N1, right=True)[:, 0]
     return ids_N.clamp_(max=probs_NV.shape[1] - 1)  # rows of NaN end up past the end
-
-
-def _to(like: Tensor, array: NDArray[Any]) -> Tensor:
-    """A host array as a tensor on `like`'s device."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aioengine.worker.staging import send
+
 
 class TokenCounts:
     """Counts every position of a slot's tenant once, whoever tells it: history, a plan's literal
@@ -31,6 +33,7 @@ class TokenCounts:
         """Positions of the slot's tenant that are in the tables."""
         self._prompt_PV = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._output_PV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._true = torch.ones((), dtype=torch.bool, device=device)
 
     @property
     def num_rows(self) -> int:
@@ -46,8 +49,8 @@ class TokenCounts:
         if not self._free_rows:
             self._grow()
         row = self._free_rows.pop()
-        self._prompt_PV[row] = False
-        self._output_PV[row] = 0
+        self._prompt_PV[row].zero_()
+        self._output_PV[row].zero_()
         self._rows[slot] = row
         self._num_prompt[slot] = num_prompt_tokens
         self._num_counted[slot] = 0
@@ -73,21 +76,21 @@ class TokenCounts:
                 part.append((row, token_ids[position - start]))
             self._num_counted[slot] = max(num_counted, start + len(token_ids))
         if prompt:
-            rows, ids = torch.tensor(prompt, device=self._device).unbind(1)
-            self._prompt_PV[rows, ids] = True
+            rows, ids = send(np.array(prompt), self._device).unbind(1)
+            self._prompt_PV.index_put_((rows, ids), self._true)
         if output:
-            rows, ids = torch.tensor(output, device=self._device).unbind(1)
+            rows, ids = send(np.array(output), self._device).unbind(1)
             self._count(rows, ids)
 
     def record(self, slots: NDArray[np.int64], positions: NDArray[np.int64], ids_M: Tensor) -> None:
         """Ids that these slots, all with rows, drew for these positions."""
         assert (self._num_counted[slots] == positions).all()
         self._num_counted[slots] = positions + 1
-        self._count(torch.from_numpy(self._rows[slots]).to(self._device), ids_M)
+        self._count(send(self._rows[slots], self._device), ids_M)
 
     def look_up(self, slots: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """For slots with rows: prompt presence, bool [M, V], and output counts, int32 [M, V]."""
-        rows_M = torch.from_numpy(self._rows[slots]).to(self._device)
+        rows_M = send(self._rows[slots], self._device)
         return self._prompt_PV.index_select(0, rows_M), self._output_PV.index_select(0, rows_M)
 
     def _count(self, rows_M: Tensor, ids_M: Tensor) -> None:

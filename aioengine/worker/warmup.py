@@ -1,6 +1,6 @@
 """Plans that no request asked for: they run through the null block, before the replica is ready."""
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -28,24 +28,24 @@ def warm_up_plans(
 def largest_plan(
     max_num_batched_tokens: int, max_model_len: int, num_slots: int, block_size: int
 ) -> StepPlan:
-    """As many tokens as a step can have, with every slot sampling and every prompt described: the
-    most memory a step takes."""
+    """As many tokens as a step can have, with every slot sampling under penalties and every prompt
+    described: the most memory a step takes."""
     lengths = []
     left = max_num_batched_tokens
     for slot in range(num_slots):
         lengths.append(min(max_model_len, left - (num_slots - slot - 1)))
         left -= lengths[-1]
-    return _plan(lengths, block_size, prompt_logprobs=0)
+    return _plan(lengths, block_size, repetition_penalty=1.1, prompt_logprobs=0)
 
 
-def _plan(lengths: list[int], block_size: int, prompt_logprobs: int | None = None) -> StepPlan:
+def _plan(lengths: list[int], block_size: int, **params: Any) -> StepPlan:
     """One row of zeros per length, each new in its slot."""
-    params = [
-        msgspec.structs.replace(_PARAMS, num_prompt_tokens=length, prompt_logprobs=prompt_logprobs)
-        for length in lengths
-    ]
+    asked = msgspec.structs.replace(_PARAMS, **params)
     return StepPlan(
-        tuple(NewSlot(slot, 0, of_slot) for slot, of_slot in enumerate(params)),
+        tuple(
+            NewSlot(slot, 0, msgspec.structs.replace(asked, num_prompt_tokens=length))
+            for slot, length in enumerate(lengths)
+        ),
         tuple(
             SlotStep(slot, 0, 0, (0,) * length, (_NULL_BLOCK,) * -(-length // block_size), True)
             for slot, length in enumerate(lengths)

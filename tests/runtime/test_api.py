@@ -128,24 +128,6 @@ async def test_tokenize_and_detokenize() -> None:
         assert text == "hé</s>"
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", **MESSAGES}, "prompt"),
-        ("/tokenize", {"prompt": 1}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "bad"}]}, "messages"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": [300]}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
-    ],
-)
-async def test_wrong_bodies_of_the_tokenizer_routes(path: str, body: object, param: str) -> None:
-    async with serving() as server:
-        answer = await server.post(path, body)
-        assert (answer.status, answer.error["param"]) == (400, param)
-
-
 async def test_absent_routes_and_methods() -> None:
     async with serving() as server:
         for path in ("/", "/v1", "/v1/embeddings", "/metrics/", "/%00", "/v1/models/"):

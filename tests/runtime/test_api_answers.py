@@ -190,6 +190,15 @@ async def test_a_stop_string(include: bool, text: str) -> None:
         await server.leader.aborted()
 
 
+async def test_stop_strings_count_only_after_min_tokens() -> None:
+    body = {**PROMPT, "stop": "END", "min_tokens": 4}
+    async with serving() as server:
+        answer = await asked(server, COMPLETIONS, body, "END", " and", " END", " more")
+        (choice,) = answer.json["choices"]
+        assert choice["text"] == "END and "
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "END")
+
+
 # --- several choices -----------------------------------------------------------------------------
 
 
@@ -250,7 +259,11 @@ async def test_log_probabilities_of_a_completion() -> None:
         assert answer.json["choices"][0]["logprobs"] == {
             "tokens": ["h", "\ufffd", "\ufffd"],
             "token_logprobs": [-0.5] * 3,
-            "top_logprobs": [{"a": -1.0, "b": -2.0}] * 3,
+            "top_logprobs": [
+                {"h": -0.5, "a": -1.0, "b": -2.0},
+                {"\ufffd": -0.5, "a": -1.0, "b": -2.0},
+                {"\ufffd": -0.5, "a": -1.0, "b": -2.0},
+            ],
             "text_offset": [0, 1, 2],
         }
 
@@ -272,6 +285,37 @@ async def test_log_probabilities_without_alternatives() -> None:
         answer = await asked(server, CHAT, {**MESSAGES, "logprobs": True}, "x")
         (entry,) = answer.json["choices"][0]["logprobs"]["content"]
         assert entry["top_logprobs"] == []
+
+
+async def test_log_probabilities_of_the_chosen_tokens_alone() -> None:
+    async with serving() as server:
+        answer = await asked(server, COMPLETIONS, {**PROMPT, "logprobs": 0}, "xa")
+        logprobs = answer.json["choices"][0]["logprobs"]
+        assert logprobs["top_logprobs"] == [{"x": -0.5}, {"a": -0.5}]
+        answer = await asked(server, COMPLETIONS, {**PROMPT, "logprobs": 1}, "xa", count=2)
+        logprobs = answer.json["choices"][0]["logprobs"]
+        assert logprobs["top_logprobs"] == [{"x": -0.5, "a": -1.0}, {"a": -1.0}]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_log_probabilities_of_several_choices(path: str) -> None:
+    """Each has its own; offsets begin anew."""
+    body: dict[str, Any] = {**PROMPT, "logprobs": 0, "n": 2}
+    if path == CHAT:
+        body = {**MESSAGES, "logprobs": True, "n": 2}
+    async with serving() as server, asyncio.TaskGroup() as tasks:
+        asked_for = tasks.create_task(server.post(path, body))
+        first, second = await server.leader.added(2)
+        server.leader.answer(first, ids("ab"))
+        server.leader.answer(second, ids("xyz"), "length")
+        server.leader.answer(first, ids("c"), "length")
+        found = [choice["logprobs"] for choice in (await asked_for).json["choices"]]
+        if path == CHAT:
+            tokens = ["".join(entry["token"] for entry in part["content"]) for part in found]
+        else:
+            tokens = ["".join(part["tokens"]) for part in found]
+            assert [part["text_offset"] for part in found] == [[0, 1, 2], [0, 1, 2]]
+        assert tokens == ["abc", "xyz"]
 
 
 async def test_log_probabilities_end_where_a_stop_string_does() -> None:

@@ -5,11 +5,13 @@ import json
 from typing import Any
 
 import pytest
-from support.http_server import CHAT, COMPLETIONS, MESSAGES, PROMPT, serving
+from support.http_server import CHAT, COMPLETIONS, MESSAGES, PROMPT, Answer, serving
 from support.mailbox import settle
 from support.tiny_model import ids
 
 from aioengine import limits
+from aioengine.api.decoding import MAX_SEARCHED_BYTES
+from aioengine.api.errors import MAX_MESSAGE_CHARS
 from aioengine.api.schema import UNSUPPORTED
 from aioengine.messages import AddRequest
 
@@ -30,8 +32,17 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
+def check_named(answer: Answer, path: str) -> None:
+    """`param` is the field; the message says where in it."""
+    assert answer.status == 400
+    assert answer.error["type"] == "invalid_request_error"
+    assert answer.error["param"] == path.replace("[", ".").partition(".")[0]
+    assert path in answer.error["message"]
+    assert len(answer.error["message"]) <= MAX_MESSAGE_CHARS
+
+
 SHARED_FIELDS = [
-    # field, value, param when it is not the field
+    # field, value, the path in the message when it is not the field
     ("n", 0, None),
     ("n", -1, None),
     ("n", 1.5, None),
@@ -70,14 +81,11 @@ SHARED_FIELDS = [
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize(("field", "value", "param"), SHARED_FIELDS)
-async def test_fields_of_both_routes(path: str, field: str, value: Any, param: str | None) -> None:
+@pytest.mark.parametrize(("field", "value", "place"), SHARED_FIELDS)
+async def test_fields_of_both_routes(path: str, field: str, value: Any, place: str | None) -> None:
     body = PROMPT if path == COMPLETIONS else MESSAGES
     async with serving() as server:
-        answer = await server.post(path, {**body, field: value})
-        assert answer.status == 400
-        assert answer.error["type"] == "invalid_request_error"
-        assert answer.error["param"] == (param or field)
+        check_named(await server.post(path, {**body, field: value}), place or field)
         await settle()
         assert not server.leader.of(AddRequest)
 
@@ -88,26 +96,59 @@ async def test_fields_of_both_routes(path: str, field: str, value: Any, param: s
         (raw("temperature", "1e999"), "temperature"),
         (raw("seed", "9" * 5000), "seed"),
         (raw("n", "1e999"), "n"),
-        (raw("temperature", "NaN"), None),
-        (raw("temperature", "Infinity"), None),
-        (raw("temperature", "-Infinity"), None),
-        (b'{"prompt": "\\ud800"}', None),
-        (b'{"prompt": "\xff"}', None),
-        (b'{"prompt": "a"', None),
-        (b"", None),
-        (b"null", None),
-        (b"[]", None),
-        (b"[" * DEEP + b"]" * DEEP, None),
+        (raw("temperature", "NaN"), "temperature"),
+        (raw("temperature", "Infinity"), "temperature"),
+        (raw("temperature", "-Infinity"), "temperature"),
+        (raw("logit_bias", '{"1": NaN}'), "logit_bias"),
+        (raw("novel", "[1, [NaN]]"), "novel"),
+        (raw("best_of", "NaN"), "best_of"),
+        (b'{"prompt": "\\ud800"}', "prompt"),
+        (b'{"prompt": ["a", "\\udfff"]}', "prompt"),
+        (b'{"prompt": "\xff"}', "prompt"),
+        (raw("novel", '{"\\ud800": 1}'), "novel"),
         (b'{"prompt":' + b"[" * DEEP + b"]" * DEEP + b"}", "prompt[0][0]"),
-        (raw("novel", "[" * DEEP + "]" * DEEP), None),
-        (raw("chat_template_kwargs", '{"a":' * DEEP + "1" + "}" * DEEP), None),
     ],
     ids=lambda value: value[:40].decode(errors="replace") if isinstance(value, bytes) else None,
 )
-async def test_bodies_that_are_no_good_json(body: bytes, param: str | None) -> None:
+async def test_what_json_has_no_word_for_names_its_field(body: bytes, param: str) -> None:
     async with serving() as server:
-        answer = await server.post(COMPLETIONS, body)
-        assert (answer.status, answer.error["param"]) == (400, param)
+        check_named(await server.post(COMPLETIONS, body), param)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt": "a"', "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b'{"\\ud800": 1}', "not valid JSON"),
+        (b'{"' + b"x" * 65 + b'": NaN}', "not valid JSON"),
+        (raw("novel", "NaN" + " " * MAX_SEARCHED_BYTES), "not valid JSON"),
+        (b"null", "the body: Expected `object`"),
+        (b"[]", "the body: Expected `object`"),
+        (b"[" * DEEP + b"]" * DEEP, "the body: Expected `object`"),
+        (raw("novel", "[" * DEEP + "]" * DEEP), "nested too deeply"),
+        (raw("novel", '{"a":' * DEEP + "1" + "}" * DEEP), "nested too deeply"),
+        (raw("novel", f'"{"x" * limits.MAX_BODY_BYTES}"'), "larger than"),
+    ],
+    ids=lambda value: value[:40].decode(errors="replace") if isinstance(value, bytes) else None,
+)
+async def test_bodies_in_which_no_field_is_to_blame(path: str, body: bytes, message: str) -> None:
+    async with serving() as server:
+        answer = await server.post(path, body)
+        assert answer.status == (413 if message == "larger than" else 400)
+        assert answer.error["param"] is None
+        assert message in answer.error["message"]
+
+
+async def test_a_long_value_is_not_sent_back() -> None:
+    part = {"type": "x" * 100_000, "text": "a"}
+    async with serving() as server:
+        check_named(await server.post(CHAT, chat(user([part]))), "messages[0].content[0].type")
+        answer = await server.post(COMPLETIONS, {**PROMPT, "model": "x" * 100_000})
+        assert answer.error["param"] == "model"
+        assert len(answer.text) < 500
 
 
 @pytest.mark.parametrize(
@@ -133,24 +174,21 @@ async def test_bodies_that_are_no_good_json(body: bytes, param: str | None) -> N
         ({"prompt": ["a"] * 20_000}, "prompt"),
         ({"prompt": ["a"] * 129, "n": 8}, "n"),
         ({"prompt": ["a"] * 9, "n": 128}, "n"),
-        ({**PROMPT, "model": ""}, "model"),
         ({**PROMPT, "logprobs": True}, "logprobs"),
     ],
     ids=lambda value: json.dumps(value)[:60],
 )
 async def test_prompts(body: dict[str, Any], param: str) -> None:
     async with serving() as server:
-        answer = await server.post(COMPLETIONS, body)
-        assert answer.status == (404 if param == "model" else 400)
-        assert answer.error["param"] == param
+        check_named(await server.post(COMPLETIONS, body), param)
         await settle()
         assert not server.leader.of(AddRequest)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "messages"),
         (chat(), "messages"),
         ({"messages": "hi"}, "messages"),
         (chat("hi"), "messages[0]"),
@@ -164,21 +202,74 @@ async def test_prompts(body: dict[str, Any], param: str) -> None:
         (chat(user([{"type": "image_url", "image_url": {}}])), "messages[0].content[0].type"),
         (chat({"role": "bad", "content": "x"}), "messages"),
         (chat(*[user("x")] * (limits.MAX_MESSAGES + 1)), "messages"),
+        (chat(user("x"), continue_final_message=True), "continue_final_message"),
+        (chat(user("x"), continue_final_message=1), "continue_final_message"),
+        (chat({"role": "x"}, add_generation_prompt=False, continue_final_message=[]),
+         "continue_final_message"),
+        (chat(user("x"), add_generation_prompt=None), "add_generation_prompt"),
+        (chat(user("x"), chat_template_kwargs={"messages": []}), "chat_template_kwargs"),
+        (chat(user("x"), chat_template_kwargs=[]), "chat_template_kwargs"),
+        (chat(user("x"), chat_template_kwargs={"strict": True}), "chat_template_kwargs"),
+        (chat({"role": "bad"}, chat_template_kwargs={"strict": False}), "messages"),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)  # fmt: skip
+async def test_conversations(path: str, body: dict[str, Any], param: str) -> None:
+    async with serving() as server:
+        check_named(await server.post(path, body), param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
         (chat(user("x" * CONTEXT)), "messages"),
         (chat(user("x"), top_logprobs=2), "top_logprobs"),
         (chat(user("x"), logprobs=False, top_logprobs=2), "top_logprobs"),
         (chat(user("x"), logprobs=True, top_logprobs=21), "top_logprobs"),
         (chat(user("x"), logprobs=2), "logprobs"),
         (chat(user("x"), max_completion_tokens=0), "max_completion_tokens"),
-        (chat(user("x"), continue_final_message=True), "messages"),
-        (chat(user("x"), chat_template_kwargs={"messages": []}), "messages"),
+        (chat(user("x"), max_completion_tokens=CONTEXT), "max_completion_tokens"),
+        (chat(user("x"), max_completion_tokens=CONTEXT, max_tokens=1), "max_completion_tokens"),
+        (chat(user("x"), max_tokens=CONTEXT), "max_tokens"),
+        (chat(user("x"), min_tokens=5, max_completion_tokens=4), "min_tokens"),
     ],
     ids=lambda value: json.dumps(value)[:60],
 )
-async def test_conversations(body: dict[str, Any], param: str) -> None:
+async def test_chats(body: dict[str, Any], param: str) -> None:
     async with serving() as server:
-        answer = await server.post(CHAT, body)
-        assert (answer.status, answer.error["param"]) == (400, param)
+        check_named(await server.post(CHAT, body), param)
+        await settle()
+        assert not server.leader.of(AddRequest)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", **MESSAGES}, "prompt"),
+        ("/tokenize", {"prompt": 1}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "a" * 10_000}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
+        ("/tokenize", {"prompt": "a", "model": 1}, "model"),
+        ("/tokenize", b'{"prompt": "\\ud800"}', "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": None}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [300]}, "tokens"),
+        ("/detokenize", {"tokens": [2**31]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [True]}, "tokens[0]"),
+        ("/detokenize", b'{"tokens": [1, NaN]}', "tokens"),
+        ("/detokenize", {"tokens": [1], "model": []}, "model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value)[:50],
+)
+async def test_wrong_bodies_of_the_tokenizer_routes(path: str, body: Any, param: str) -> None:
+    async with serving() as server:
+        check_named(await server.post(path, body), param)
 
 
 @pytest.mark.parametrize("field", sorted(UNSUPPORTED))
@@ -205,8 +296,8 @@ async def test_parts_of_a_conversation_that_are_not_served(
 ) -> None:
     async with serving() as server:
         answer = await server.post(CHAT, body)
-        assert answer.status == 400
-        assert (answer.error["param"], answer.error["code"]) == (field, "unsupported")
+        check_named(answer, field)
+        assert answer.error["code"] == "unsupported"
 
 
 async def test_values_that_ask_for_nothing_are_taken() -> None:
@@ -221,7 +312,12 @@ async def test_values_that_ask_for_nothing_are_taken() -> None:
 
 async def test_an_unknown_model_is_not_found() -> None:
     async with serving() as server:
-        for path, body in ((COMPLETIONS, PROMPT), (CHAT, MESSAGES), ("/tokenize", PROMPT)):
+        for path, body in (
+            (COMPLETIONS, PROMPT),
+            (CHAT, MESSAGES),
+            ("/tokenize", PROMPT),
+            ("/detokenize", {"tokens": []}),
+        ):
             answer = await server.post(path, {**body, "model": "gpt-4"})
             assert (answer.status, answer.error["param"]) == (404, "model")
             assert answer.error["code"] == "model_not_found"

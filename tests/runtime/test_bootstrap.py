@@ -121,7 +121,7 @@ async def test_keys_of_an_earlier_attempt_do_no_harm() -> None:
 async def test_ranks_that_come_before_the_new_rank_0_wait_for_its_answer() -> None:
     """They see what the dead rank 0 answered to their predecessors, and do not take it."""
     store = DictStore()
-    dead = Answer(Endpoint("127.0.0.1", 1), "dead attempt", "dead secret")
+    dead = Answer(Endpoint("127.0.0.1", 1), "dead attempt", "dead secret", left_s=0.0)
     for rank in (1, 2):
         store.set(f"hello/{rank}", "before")
         store.set(f"answer/{rank}/before", msgspec.json.encode(dead).decode())

@@ -160,7 +160,7 @@ async def test_the_hosts_of_all_that_came_are_named() -> None:
 
 
 async def test_a_rank_0_that_freezes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "HANDSHAKE_TIMEOUT_S", 0.1, raising=False)
+    monkeypatch.setattr(bootstrap, "VERDICT_GRACE_S", 0.1)
     store = DictStore()
     key = attempt_key(b"secret", "attempt")
     async with asyncio.TaskGroup() as tasks:
@@ -169,7 +169,7 @@ async def test_a_rank_0_that_freezes_is_not_waited_for(monkeypatch: pytest.Monke
         rank = BootstrapRank(1, 2, store, config=SHORT)
         running = tasks.create_task(rank.outcome())
         hello = await store.wait_set("hello/1")
-        answer = Answer(endpoint, "attempt", "secret")
+        answer = Answer(endpoint, "attempt", "secret", left_s=0.3)
         store.set(f"answer/1/{hello.decode()}", msgspec.json.encode(answer).decode())
         await listener.wait_accepted("member", 1)
         await asyncio.wait([running], timeout=2)

@@ -10,6 +10,7 @@ from support.connections import HOST
 
 from aioengine.config import EngineConfig
 from aioengine.control.bootstrap import Bootstrap, Seat
+from aioengine.control.deadline import Deadline
 from aioengine.messages import Endpoint, Member, RankInfo, Roster
 
 CONFIG = EngineConfig(startup_timeout_seconds=5.0)
@@ -86,6 +87,7 @@ class BootstrapRank:
                 job_secret=self.secret,
                 address=HOST,
                 max_frame_bytes=2**20,
+                deadline=Deadline(self.config.startup_timeout_seconds),
             )
             try:
                 yield bootstrap, await bootstrap.join(self.store, self._entry, self.seats)

@@ -10,6 +10,7 @@ from support.replicas import device_thread, info, watch_of
 
 from aioengine.config import EngineConfig
 from aioengine.control.channel import MemoryLink
+from aioengine.control.deadline import Deadline
 from aioengine.control.watch import Failure
 from aioengine.engine.peer import Peer
 from aioengine.messages import (
@@ -60,7 +61,7 @@ async def running_peer(
         device = await stack.enter_async_context(device_thread())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         watch = watch_of(1, [info(0)], heartbeat_s=config.heartbeat_seconds)
-        peer = Peer(config, watch, 0, far, device, leader.worker)
+        peer = Peer(watch, 0, far, device, leader.worker, Deadline(config.startup_timeout_seconds))
         leader.peer = peer
         leader.outcome = tasks.create_task(peer.run(), name="peer")
         try:

@@ -2,6 +2,9 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.messages import PREV, NewSlot, SlotParams, SlotStep, StepPlan, StepResult
@@ -10,6 +13,15 @@ from aioengine.worker.runner import Worker
 GREEDY = SlotParams(
     temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, choice_index=0, logprobs=None
 )
+EVERY_RULE: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "logprobs": 3},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+    {"frequency_penalty": 0.5, "logprobs": 0},
+    {"logit_bias": ((5, -100.0),), "min_tokens": 9, "stop_token_ids": (2,)},
+]
 
 
 class ScriptedRequest:
@@ -60,6 +72,18 @@ def lockstep_plans(config: EngineConfig, num_logprobs: int) -> list[StepPlan]:
         *(_plan([], [single.step(), chunked.step()]) for _ in range(6)),
     ]
     return [plan for pair in zip(first, second, strict=True) for plan in pair]
+
+
+def plans_with_every_rule(block_size: int) -> list[StepPlan]:
+    """One request for each of EVERY_RULE: a prefill, decodes by PREV, one by a literal id."""
+    requests = []
+    for slot, rules in enumerate(EVERY_RULE):
+        params = msgspec.structs.replace(GREEDY, num_prompt_tokens=5, **rules)
+        requests.append(ScriptedRequest(slot, 1, params, 1 + 8 * slot, block_size))
+    prefill = _plan(requests, [request.step([1, 2, 3, 4, 5]) for request in requests])
+    decodes = [_plan([], [request.step() for request in requests]) for _ in range(2)]
+    literal = _plan([], [request.step([7]) for request in requests])
+    return [prefill, *decodes, literal]
 
 
 def run_plans(worker: Worker, plans: Sequence[StepPlan], num_ahead: int) -> list[StepResult]:

@@ -11,6 +11,7 @@ from support.mailbox import Mailbox
 
 from aioengine.config import EngineConfig
 from aioengine.control.channel import Link, MemoryLink
+from aioengine.control.deadline import Deadline
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread
 from aioengine.engine.leader import Leader
@@ -127,6 +128,7 @@ class FakeReplica:
             self.front_ends.append(FrontEndBox(near, LeaderEvent))
 
     def start(self, tasks: asyncio.TaskGroup, devices: list[DeviceThread]) -> None:
+        startup = Deadline(self.config.startup_timeout_seconds)
         self.leader = Leader(
             self.config,
             MODEL,
@@ -136,11 +138,12 @@ class FakeReplica:
             self.leader_links,
             self._sources,
             "127.0.0.1",
+            startup,
         )
         self.outcomes.append(tasks.create_task(self.leader.run(), name="leader"))
         for rank, link in self.peer_links.items():
             worker, watch = self.workers[rank], self.watches[rank]
-            self.peers[rank] = Peer(self.config, watch, 0, link, devices[rank], worker)
+            self.peers[rank] = Peer(watch, 0, link, devices[rank], worker, startup)
             self.outcomes.append(tasks.create_task(self.peers[rank].run(), name=f"peer {rank}"))
 
     def kill(self, rank: int) -> None:

@@ -17,6 +17,7 @@ EOS_ID: Final = 257
 VOCAB_SIZE: Final = 300
 MODEL_NAME: Final = "tiny"
 TEMPLATE: Final = (
+    "{% if strict %}{{ raise_exception('too strict') }}{% endif %}"
     "{% for message in messages %}"
     "{% if message.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
     "<{{ message.role }}>{{ message.content }}\n"

@@ -113,6 +113,7 @@ def test_model_config(tmp_path: Path) -> None:
             None,
             RopeConfig(theta=5e5, rope_type="linear", factor=4.0),
         ),
+        ({"rope.scaling.factor": 2.0}, None, RopeConfig(rope_type="linear", factor=2.0)),
         ({}, [1, 2, 4, 8.5] * 2, RopeConfig(rope_type="freq_factors", freq_factors=FACTORS)),
         (
             {"rope.scaling.type": "linear", "rope.scaling.factor": 0.5},

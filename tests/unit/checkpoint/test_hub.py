@@ -252,3 +252,12 @@ def test_a_downloader_that_dies_is_replaced(tmp_path: Path) -> None:
             first.kill()
             assert line(second) == "downloading"
             assert second.communicate("go\n")[0].strip() == "got c0ffee org/name@c0ffee"
+
+
+def test_weights_are_left_out_where_nobody_reads_them(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    hub = serve(monkeypatch, cache, {"model.safetensors": ""})
+    source = resolve_model("org/name", weights=False)
+    assert read_model_config(source).num_layers == 1
+    assert hub.downloaded == {"config.json", "tokenizer.json"}

@@ -50,13 +50,21 @@ def test_unfinished_character_shows_at_the_end_only(tokenizer: Tokenizer) -> Non
     stop=st.lists(st.text(alphabet="ab was日😀", min_size=1, max_size=4), max_size=3),
     include_stop=st.booleans(),
     size=st.integers(1, 5),
+    min_tokens=st.sampled_from([0, 0, 1, 3, 10]),
 )
 def test_stop_strings(
-    tokenizer: Tokenizer, text: str, stop: list[str], include_stop: bool, size: int
+    tokenizer: Tokenizer,
+    text: str,
+    stop: list[str],
+    include_stop: bool,
+    size: int,
+    min_tokens: int,
 ) -> None:
     """Against a search for the stop string that is complete first, whatever the pushes."""
     token_ids = tokenizer.encode(text, False)
-    detokenizer = IncrementalDetokenizer(tokenizer, tuple(stop), include_stop)
+    detokenizer = IncrementalDetokenizer(
+        tokenizer, tuple(stop), include_stop, min_tokens=min_tokens
+    )
     sent, num_tokens = "", 0
     for start in range(0, len(token_ids), size):
         sent += detokenizer.push(tuple(token_ids[start : start + size]))
@@ -65,7 +73,14 @@ def test_stop_strings(
             assert text.startswith(sent)
     sent += detokenizer.finish()
 
-    ends = {pattern: text.find(pattern) + len(pattern) for pattern in stop if pattern in text}
+    # Characters that the first min_tokens tokens complete: no stop string may end among them.
+    early = b"".join(map(tokenizer.token_bytes, token_ids[:min_tokens])).decode(errors="ignore")
+    ends = {
+        pattern: min(found)
+        for pattern in stop
+        if (found := [end for end in range(len(early) + 1, len(text) + 1)
+                      if text[:end].endswith(pattern)])
+    }  # fmt: skip
     if not ends:
         assert (sent, detokenizer.stopped, num_tokens) == (text, None, len(token_ids))
         return
@@ -73,9 +88,17 @@ def test_stop_strings(
     expected = max((pattern for pattern in ends if ends[pattern] == end), key=len)
     assert detokenizer.stopped == expected
     assert sent == text[: end if include_stop else end - len(expected)]
+    assert num_tokens > min_tokens
     counted = b"".join(map(tokenizer.token_bytes, token_ids[:num_tokens]))
     before_last = b"".join(map(tokenizer.token_bytes, token_ids[: num_tokens - 1]))
     assert len(before_last) < len(text[:end].encode()) <= len(counted)
+
+
+def test_a_stop_string_counts_once_min_tokens_are_there(tokenizer: Tokenizer) -> None:
+    """The first "abab" comes too early, the second shares its end, the third token ends it."""
+    detokenizer = IncrementalDetokenizer(tokenizer, ("abab",), min_tokens=5)
+    assert one_by_one(detokenizer, [*b"abababx"]) == ["", "", "", "ab", "", "", "", ""]
+    assert detokenizer.stopped == "abab"
 
 
 def test_holds_back_no_more_than_the_beginning_of_a_stop_string(tokenizer: Tokenizer) -> None:

@@ -78,7 +78,7 @@ def test_continuing_what_cannot_be_continued() -> None:
             ChatTemplate(source).render(
                 last, add_generation_prompt=False, continue_final_message=True
             )
-    with pytest.raises(TemplateError, match="exclude each other"):
+    with pytest.raises(TemplateError, match="excludes add_generation_prompt"):
         ChatTemplate("").render(CHAT, add_generation_prompt=True, continue_final_message=True)
 
 
@@ -111,6 +111,18 @@ def test_no_template_and_no_syntax() -> None:
         ChatTemplate("\n{% for %}")
 
 
+def test_errors_name_the_part_of_the_request_that_is_at_fault() -> None:
+    template = ChatTemplate("{% if strict or not messages %}{{ raise_exception('no') }}{% endif %}")
+    for messages, extra, field in (
+        (CHAT, {"strict": True}, "chat_template_kwargs"),
+        ([], {"strict": True}, "messages"),
+        ([], {}, "messages"),
+    ):
+        with pytest.raises(TemplateError, match=f"{field}: chat template: no") as raised:
+            template.render(messages, extra=extra)
+        assert raised.value.field == field
+
+
 def test_extra_variables_leave_ours_alone() -> None:
-    with pytest.raises(TemplateError, match="chat_template_kwargs must not set messages"):
+    with pytest.raises(TemplateError, match="chat_template_kwargs: must not set messages"):
         ChatTemplate("").render(CHAT, extra={"messages": []})

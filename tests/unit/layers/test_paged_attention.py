@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from aioengine.layers import attention as attention_module
 from aioengine.layers.attention import GatherAttention
 from aioengine.layers.forward_batch import LayerCache, PagedInputs
 
@@ -42,6 +43,7 @@ def plain_attention(q_NH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
     return torch.stack(heads)
 
 
+@pytest.mark.parametrize("max_gathered", [1, 40, 2**16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (4, 4), (5, 1)])
 @pytest.mark.parametrize(
     ("query_lens", "lens"),
@@ -54,8 +56,14 @@ def plain_attention(q_NH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
     ids=["first token", "prefill", "decodes", "mixed"],
 )
 def test_equals_plain_attention(
-    num_heads: int, num_kv_heads: int, query_lens: list[int], lens: list[int]
+    num_heads: int,
+    num_kv_heads: int,
+    query_lens: list[int],
+    lens: list[int],
+    max_gathered: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(attention_module, "MAX_GATHERED_TOKENS", max_gathered)
     generator = torch.Generator().manual_seed(0)
     order = (torch.randperm(NUM_BLOCKS - 1, generator=generator) + 1).tolist()
     tables = [[order.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lens]
@@ -79,3 +87,13 @@ def test_equals_plain_attention(
         [plain_attention(q_NH, k, v) for q_NH, (k, v) in zip(q_TNH, expected, strict=True)]
     )
     torch.testing.assert_close(attention.attend(cache, q_TNH), expected_TNH, atol=1e-5, rtol=1e-5)
+
+
+def test_decodes_are_gathered_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long context does not make the others' copies as long."""
+    monkeypatch.setattr(attention_module, "MAX_GATHERED_TOKENS", 30)
+    lens = [4, 9, 7, 40, 1, 2, 30, 30]
+    tables = [[1] * -(-length // BLOCK_SIZE) for length in lens]
+    attention = GatherAttention(paged_inputs(tables, [1] * len(lens), lens))
+    shapes = [tuple(group.cached_RL.shape) for group in attention._decodes]
+    assert shapes == [(3, 9), (1, 40), (2, 2), (1, 30), (1, 30)]

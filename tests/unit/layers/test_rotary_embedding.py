@@ -32,7 +32,7 @@ def test_freq_factors_divide_one_by_one() -> None:
 
 
 def test_products_depend_on_the_distance_only() -> None:
-    rotary = RotaryEmbedding(RopeConfig(), 16, 64, device=torch.device("cpu"))
+    rotary = RotaryEmbedding(RopeConfig(), 16, device=torch.device("cpu"))
     q_H, k_H = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
 
     def product(q_position: int, k_position: int) -> torch.Tensor:
@@ -43,3 +43,12 @@ def test_products_depend_on_the_distance_only() -> None:
     torch.testing.assert_close(product(0, 0), q_H @ k_H)
     torch.testing.assert_close(product(40, 33), product(7, 0))
     assert not torch.isclose(product(40, 33), product(40, 32))
+
+
+def test_memory_does_not_grow_with_the_positions() -> None:
+    rotary = RotaryEmbedding(RopeConfig(), 16, device=torch.device("cpu"))
+    cos, sin = rotary(torch.tensor([10_000_000]), torch.float32)
+    angles = 1e7 * rotary_frequencies(RopeConfig(), 16)
+    torch.testing.assert_close(cos[0, 0], angles.cos())
+    torch.testing.assert_close(sin[0, 0], angles.sin())
+    assert sum(buffer.nbytes for buffer in rotary.buffers()) == 8 * 4

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 from torch import Tensor
 
+from aioengine.checkpoint import file_bytes
 from aioengine.checkpoint.source import ModelSource, read_model_config, resolve_model
 from aioengine.errors import StartupError
 from aioengine.weights.index import WeightIndex, open_index
@@ -175,8 +178,8 @@ def test_safetensors_that_cannot_be_used(tmp_path: Path) -> None:
         open_index(source)
     path = tmp_path / "model.safetensors"
     save_file({NORM: torch.ones(4).to(torch.int8)}, path)
-    with pytest.raises(StartupError, match=rf"{NORM} is stored as torch\.int8"):
-        open_index(source).read(NORM, None, 0, 0)
+    with pytest.raises(StartupError, match=rf"{NORM} is stored as I8"):
+        open_index(source).shape(NORM)
     content = path.read_bytes()
     for size in (0, 4, len(content) - 1):
         path.write_bytes(content[:size])
@@ -189,6 +192,59 @@ def test_safetensors_that_cannot_be_used(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(text)
         with pytest.raises(StartupError, match=r"model\.safetensors\.index\.json: "):
             open_index(source)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_what_cannot_be_read_after_the_header_was_names_file_and_tensor(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is cut, or its disk fails: an error for who reads, not a signal for the process."""
+    tensors = random_tensors()
+    if form == "gguf":
+        path = tmp_path / "tiny.gguf"
+        write_gguf(path, tensors, Kind.Q8_0)
+        index = open_index(ModelSource(path, "gguf"))
+    else:
+        path = tmp_path / "model.safetensors"
+        save_file(tensors, path)
+        index = open_index(ModelSource(tmp_path, "hf"))
+    first, *_, last = (name for name in index.names() if name in tensors)
+    stored = gguf_name if form == "gguf" else str
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    index.read(first, None, 0, 0)
+    with pytest.raises(StartupError, match=f"{path.name}: tensor {stored(last)}: truncated: it"):
+        index.read(last, None, 0, 0)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(StartupError, match=f"{path.name}: tensor {stored(first)}: .*output error"):
+        index.read(first, None, 0, 0)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_reading_in_pieces(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_bytes, "MAX_READ_BYTES", 3001)
+    tensors = random_tensors()
+    if form == "gguf":
+        write_gguf(tmp_path / "tiny.gguf", tensors, Kind.F32)
+        index = open_index(ModelSource(tmp_path / "tiny.gguf", "gguf"))
+    else:
+        save_file(tensors, tmp_path / "model.safetensors")
+        index = open_index(ModelSource(tmp_path, "hf"))
+    check_slices(index, DOWN, tensors[DOWN])
+    check_slices(index, Q, tensors[Q], HEAD_DIM)
+
+
+def test_a_type_that_the_library_cannot_unpack_is_found_without_reading(tmp_path: Path) -> None:
+    block_bytes = GGML_QUANT_SIZES[Kind.Q8_1][1]
+    packed = np.zeros((VOCAB, 8 * block_bytes), np.uint8)
+    write_gguf(tmp_path / "tiny.gguf", {}, Kind.Q8_1, extra={"token_embd.weight": packed})
+    index = open_index(ModelSource(tmp_path / "tiny.gguf", "gguf"))
+    with pytest.raises(StartupError, match=r"tiny\.gguf: tensor token_embd\.weight: .*Q8_1"):
+        index.shape("model.embed_tokens.weight")
 
 
 def test_a_tensor_that_its_file_lacks(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from support.launching import STORIES
 
+from aioengine.checkpoint.source import read_model_config, resolve_model
 from aioengine.config import EngineConfig
 from aioengine.errors import StartupError
+from aioengine.layout import ParallelLayout
 from aioengine.model_config import ModelConfig, RopeConfig
 from aioengine.worker.kv_store import KVShape
 from aioengine.worker.memory import (
@@ -17,6 +21,7 @@ from aioengine.worker.memory import (
     free_cpu_bytes,
     num_kv_blocks,
 )
+from aioengine.worker.runner import Worker
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -139,3 +144,39 @@ def test_cache_of_a_tensor_parallel_stage() -> None:
     assert list(caches) == [1, 2]
     assert caches[1].k.shape == (5, 16, 2, 8)  # 3 kv heads over 2 ranks: 2 each, 1 of them padding
     assert sum(c.k.nbytes + c.v.nbytes for c in caches.values()) == 5 * shape.block_bytes
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="needs the shared model")
+@pytest.mark.parametrize("num_blocks", [3, 9])
+def test_what_is_allocated_follows_the_cache_not_the_model_s_positions(
+    num_blocks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A table of blocks for this model's positions would take 2 TB; and the log says what fits."""
+    source = resolve_model(str(STORIES))
+    model = msgspec.structs.replace(read_model_config(source), max_position=2**34)
+    config = EngineConfig(
+        model=str(STORIES), device="cpu", max_num_seqs=256, max_num_batched_tokens=256
+    )
+    worker = Worker(config, ParallelLayout(), 0, model, source, local_rank=0, local_world_size=1)
+    caplog.set_level("INFO")
+    worker.call("open_device", {})
+    worker.call("load_model", {})
+    worker.call("allocate_kv", {"num_blocks": num_blocks})
+    worker.call("warm_up", {})
+    room = (num_blocks - 1) * config.block_size
+    assert f"what fits the KV cache: {room} tokens of the model's {2**34}" in caplog.text
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="needs the shared model")
+@pytest.mark.parametrize(("max_model_len", "num_blocks"), [(64, 5), (None, 100)])
+def test_a_context_that_is_not_cut_is_not_mentioned(
+    max_model_len: int | None, num_blocks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = resolve_model(str(STORIES))
+    config = EngineConfig(model=str(STORIES), device="cpu", max_model_len=max_model_len)
+    model = read_model_config(source)
+    worker = Worker(config, ParallelLayout(), 0, model, source, local_rank=0, local_world_size=1)
+    caplog.set_level("INFO")
+    worker.call("open_device", {})
+    worker.call("allocate_kv", {"num_blocks": num_blocks})
+    assert "the context is" not in caplog.text

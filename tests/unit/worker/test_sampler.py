@@ -20,8 +20,9 @@ def slot_params(
     min_p: float = 0.0,
     seed: int = 0,
     logprobs: int | None = None,
+    choice: int = 0,
 ) -> SlotParams:
-    return SlotParams(temperature, top_k, top_p, min_p, seed, 0, logprobs)
+    return SlotParams(temperature, top_k, top_p, min_p, seed, choice, logprobs)
 
 
 def batch_of(params: list[SlotParams], positions: list[int] | None = None) -> SamplingBatch:
@@ -65,6 +66,25 @@ def test_draws_follow_the_distribution(temperature: float) -> None:
     counts = ids.bincount(minlength=12)
     chi_square = ((counts - expected) ** 2 / expected)[common].sum()
     assert chi_square < 31.3  # 99.9 % quantile, 11 degrees of freedom
+
+
+@pytest.mark.parametrize("axis", ["seed", "choice", "position"])
+def test_draws_along_each_axis_are_independent(axis: str) -> None:
+    """Pairs of neighbours, in a table of 4 × 4 outcomes: seeds 0 and 1, choices 0 and 1, …"""
+    num = 8000
+    numbers = range(num)
+    params = [
+        slot_params(seed=i if axis == "seed" else 9, choice=i if axis == "choice" else 0)
+        for i in numbers
+    ]
+    probs_V = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    batch = batch_of(params, [i if axis == "position" else 5 for i in numbers])
+    ids = Sampler("raw_logprobs").draw(probs_V.log().expand(num, -1).contiguous(), batch).ids_R
+    for distance in (1, 2):
+        pairs = (4 * ids[:-distance] + ids[distance:]).bincount(minlength=16)
+        expected = torch.outer(probs_V, probs_V).flatten() * (num - distance)
+        chi_square = ((pairs - expected) ** 2 / expected).sum()
+        assert chi_square < 37.7  # 99.9 % quantile, 15 degrees of freedom
 
 
 @pytest.mark.parametrize(
@@ -138,7 +158,11 @@ def test_extreme_temperatures() -> None:
     for temperature in (1e-30, 1e-5, 1e-4):
         ids = drawn_ids(logits_V, slot_params(temperature=temperature), 20)
         assert set(ids.tolist()) == {best}
-    assert len(drawn_ids(logits_V, slot_params(temperature=1e30), 50).unique()) > 40
+    logits_V[1] = -math.inf  # withheld by min_tokens
+    logits_V[3:] = -math.inf
+    for temperature in (1e30, 1e39, 1e308):
+        ids = drawn_ids(logits_V, slot_params(temperature=temperature), 1000)
+        assert ids.bincount(minlength=3).tolist() == pytest.approx([500, 0, 500], abs=60)
 
 
 def test_raw_logprobs_only_where_asked() -> None:

@@ -1,0 +1,123 @@
+"""From the bytes of a request to a body of `schema.py`, or to a 400 that names the field at fault.
+
+`param` is the name of a field of the body; where in that field the fault lies stands in the
+message. No field is named when none can be: not JSON, not an object, nested too deeply.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from aioengine.api.errors import ApiError, invalid, unsupported
+from aioengine.api.schema import UNSUPPORTED, SamplingBody
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+AnySamplingBody = TypeVar("AnySamplingBody", bound=SamplingBody)
+
+MAX_NAME_CHARS: Final = 64
+"""Of a field's name in an answer."""
+MAX_SEARCHED_BYTES: Final = 2**20
+"""Of a body that is not JSON: the event loop waits for the search, 0.4 s for 8 MB of numbers."""
+
+
+def decode_body(data: bytes, kind: type[Body]) -> Body:
+    """Raises ApiError 400 that says what was found."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(error) from None
+    except RecursionError:
+        raise invalid("the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(data, error) from None
+
+
+def decode_sampling_body(
+    data: bytes, kind: type[AnySamplingBody]
+) -> tuple[AnySamplingBody, list[str]]:
+    """A body, and the names of the fields in it that this server does not know.
+
+    Raises ApiError 400, also for what is known but not supported.
+    """
+    body = decode_body(data, kind)
+    try:
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])  # unknown values may be odd
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(data, error) from None
+    unknown = []
+    for name, value in fields.items():
+        if name in kind.__struct_fields__:
+            continue
+        if name not in UNSUPPORTED:
+            unknown.append(name)
+        elif not _asks_for_nothing(name, value):
+            raise unsupported(name)
+    return body, unknown
+
+
+def _asks_for_nothing(name: str, value: msgspec.Raw) -> bool:
+    try:
+        decoded = msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return False
+    return any(decoded == neutral for neutral in UNSUPPORTED[name])
+
+
+def _invalid_field(error: msgspec.ValidationError) -> ApiError:
+    text = str(error)
+    match = re.search(r" - at `\$(?:\.?(?P<path>[^`]*))`$", text)
+    path = match["path"] if match else ""
+    message = text[: match.start()] if match else text
+    missing = re.match(r"Object missing required field `(\w+)`", message)
+    if missing:
+        path = f"{path}.{missing[1]}".lstrip(".")
+    path = path.replace("[...]", "")
+    field = re.match(r"\w+", path)
+    message = f"{path or 'the body'}: {message}"
+    return invalid(message, None if field is None else field[0])
+
+
+def _not_json(data: bytes, error: Exception) -> ApiError:
+    """Python's reader takes what clients write although JSON has no word for it: NaN, infinities,
+    lone surrogates, bytes that are not UTF-8. Then the field that holds it is at fault."""
+    fields = None
+    if len(data) <= MAX_SEARCHED_BYTES:
+        with contextlib.suppress(ValueError, RecursionError):
+            fields = json.loads(data.decode(errors="surrogateescape"), parse_constant=_Constant)
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        if len(name) > MAX_NAME_CHARS or not _is_text(name):
+            continue
+        for scalar in _scalars(value):
+            if isinstance(scalar, _Constant):
+                return invalid(f"{name}: JSON has no number {scalar.spelling}", name)
+            if isinstance(scalar, str) and not _is_text(scalar):
+                return invalid(f"{name}: not Unicode text (lone surrogates, broken UTF-8)", name)
+    return invalid(f"the body is not valid JSON: {error}")
+
+
+class _Constant:
+    """NaN, Infinity or -Infinity."""
+
+    def __init__(self, spelling: str) -> None:
+        self.spelling = spelling
+
+
+def _is_text(text: str) -> bool:
+    return not re.search(r"[\ud800-\udfff]", text)
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """What lists and objects, keys included, hold at any depth."""
+    stack = [value]
+    while stack:
+        match stack.pop():
+            case list() as entries:
+                stack += entries
+            case dict() as entries:
+                stack += [*entries.keys(), *entries.values()]
+            case scalar:
+                yield scalar

@@ -1,0 +1,177 @@
+"""One rank's life: it meets the others, runs its roles, and ends as the contract says."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+from aioengine.checkpoint.source import ModelSource
+from aioengine.control.signals import Signals
+from aioengine.control.watch import Failure, Watch, kill_if_here
+from aioengine.dist.launcher import report_to_launcher
+from aioengine.engine.device import DeviceThread
+from aioengine.engine.leader import Leader
+from aioengine.engine.peer import Peer
+from aioengine.frontend.front_end import FrontEnd
+from aioengine.limits import max_frame_bytes
+from aioengine.messages import DrainRequested, RankInfo
+from aioengine.model_config import ModelConfig
+from aioengine.rank.joining import Links, front_end_name, join_launch
+from aioengine.rank.place import Place
+from aioengine.rank.serving import HttpService, wait_first
+from aioengine.worker.runner import Worker
+
+log = logging.getLogger(__name__)
+
+EXIT_OK: Final = 0
+EXIT_STARTUP: Final = 1
+EXIT_OWN_FAILURE: Final = 70
+EXIT_LOST_PEER: Final = 71
+BLAME_HOLD_S: Final = 2.0
+"""Survivors wait this long for the launcher's SIGTERM, so that it blames the rank that died."""
+
+
+class Rank:
+    """Owns this rank's links, device thread, engine and front end while `live` runs."""
+
+    def __init__(
+        self,
+        place: Place,
+        model: ModelConfig,
+        source: ModelSource,
+        signals: Signals,
+        leave: Callable[[int], NoReturn],
+    ) -> None:
+        self._place = place
+        self._model = model
+        self._source = source
+        self._signals = signals
+        self._leave = leave
+        self._engine: Leader | Peer | None = None
+        self._front_end: FrontEnd | None = None
+
+    def on_drain_signal(self, life: "asyncio.Task[int]") -> None:
+        """SIGTERM: before ready the rank just ends, later the front ends drain the launch."""
+        if self._engine is None or not self._engine.is_ready:
+            life.cancel()
+        else:
+            self._engine.request_drain(DrainRequested(self._place.rank))
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised: whoever waits for what it should have done would wait for ever."""
+        loop.default_exception_handler(context)
+        if "handle" in context:
+            report_to_launcher(self._place.env, str(context["message"]))
+            self._leave(EXIT_OWN_FAILURE)
+
+    async def live(self) -> int:
+        """Until the end; returns the exit status. Raises StartupError and EngineError."""
+        place = self._place
+        self._log_place()
+        links = await join_launch(place, self._max_frame_bytes())
+        device = DeviceThread(asyncio.get_running_loop())
+        worker = Worker(
+            config=place.config,
+            layout=place.layout,
+            rank=place.rank,
+            local_rank=place.env.local_rank,
+            local_world_size=place.env.local_world_size,
+            omp_num_threads=place.env.omp_num_threads,
+            model_config=self._model,
+            source=self._source,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            if place.has_front_end:
+                leaders = [links.roster.members[rank].info for rank in place.layout.leaders]
+                self._front_end = FrontEnd(
+                    front_end_name(place.rank),
+                    list(zip(links.replicas, leaders, strict=True)),
+                    max_concurrent_requests=place.config.max_concurrent_requests,
+                    heartbeat_seconds=place.config.heartbeat_seconds,
+                    on_frozen=self._on_frozen_leader,
+                )
+                service = HttpService(
+                    place, self._front_end, self._signals, self._model, self._source
+                )
+                tasks.create_task(service.run(), name="front end")
+            running = tasks.create_task(self._run_engine(links, device, worker), name="engine")
+        return await self._status(running.result())
+
+    def _log_place(self) -> None:
+        place = self._place
+        coords = place.layout.coords(place.rank)
+        log.info(
+            "rank %d in world size %d is assigned as DP rank %d, PP rank %d, PCP rank %d, "
+            "TP rank %d, EP rank N/A",
+            place.rank,
+            place.env.world_size,
+            coords.dp,
+            coords.pp,
+            coords.pcp,
+            coords.tp,
+        )
+        log.info("launcher: %s", " ".join((place.env.kind, place.env.echo)).strip())
+
+    def _max_frame_bytes(self) -> int:
+        config = self._place.config
+        return max_frame_bytes(
+            max_model_len=config.max_model_len or self._model.max_position,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_slots=config.num_slots,
+            block_size=config.block_size,
+        )
+
+    def _on_frozen_leader(self, leader: RankInfo) -> None:
+        if self._place.config.kill_frozen:
+            kill_if_here(leader, self._place.info.host)
+
+    async def _run_engine(
+        self, links: Links, device: DeviceThread, worker: Worker
+    ) -> Failure | None:
+        """Lead or follow until the end; None when it was in order."""
+        place = self._place
+        infos = {member.info.rank: member.info for member in links.roster.members}
+        if links.leader is None:
+            watch = self._watch({rank: infos[rank] for rank in links.peers})
+            self._engine = Leader(
+                place.config,
+                self._model,
+                watch,
+                device,
+                worker,
+                links.peers,
+                links.front_ends,
+                place.address,
+                place.startup,
+            )
+        else:
+            leader = place.leader_rank
+            watch = self._watch({leader: infos[leader]})
+            self._engine = Peer(watch, leader, links.leader, device, worker, place.startup)
+        failure = await self._engine.run()
+        if failure is not None:
+            log.error("first failure: %s", failure.cause)
+            report_to_launcher(place.env, f"ended because of {failure.cause}")
+            if self._front_end is not None and self._front_end.health != "failed":
+                self._signals.request_drain()  # the streams of other replicas may end
+        return failure
+
+    def _watch(self, others: dict[int, RankInfo]) -> Watch:
+        config = self._place.config
+        return Watch(
+            self._place.info,
+            others,
+            heartbeat_seconds=config.heartbeat_seconds,
+            kill_frozen=config.kill_frozen,
+        )
+
+    async def _status(self, failure: Failure | None) -> int:
+        if failure is None:
+            log.info("ended in order")
+            return EXIT_OK
+        if failure.rank == self._place.rank:
+            assert self._engine is not None
+            return EXIT_OWN_FAILURE if self._engine.is_ready else EXIT_STARTUP
+        if self._place.env.kind != "none":
+            await wait_first(self._signals.first, limit_s=BLAME_HOLD_S)
+        return EXIT_LOST_PEER

@@ -1,0 +1,110 @@
+"""The HTTP side of a rank with a front end, from the first moment to the end of the drain."""
+
+import asyncio
+import logging
+import random
+import time
+
+from aioengine.api.app import HttpServer
+from aioengine.api.context import Api
+from aioengine.checkpoint.source import ModelSource, resolve_tokenizer
+from aioengine.control.signals import Signals
+from aioengine.errors import StartupError
+from aioengine.frontend.front_end import FrontEnd
+from aioengine.frontend.text import ServedModel, TextPool, load_served_model
+from aioengine.model_config import ModelConfig
+from aioengine.rank.place import Place
+
+log = logging.getLogger(__name__)
+
+
+class HttpService:
+    """Serves one front end until the drain is over or no replica is left."""
+
+    def __init__(
+        self,
+        place: Place,
+        front_end: FrontEnd,
+        signals: Signals,
+        model: ModelConfig,
+        source: ModelSource,
+    ) -> None:
+        self._place = place
+        self._front_end = front_end
+        self._signals = signals
+        self._model = model
+        self._source = source
+        self._text = TextPool()
+
+    async def run(self) -> None:
+        """Raises StartupError when the text side of the model cannot be loaded."""
+        place, front_end = self._place, self._front_end
+        api = Api(
+            config=place.config,
+            layout=place.layout,
+            front_end=front_end,
+            text=self._text,
+            started_at=int(time.time()),
+            seeds=random.Random(place.config.seed),
+        )
+        server = HttpServer(api, place.layout.coords(place.rank).dp)
+        # Leaders hear from this front end until it has told them to end.
+        async with asyncio.TaskGroup() as tasks:
+            beats = tasks.create_task(front_end.run_heartbeats(), name="heartbeats")
+            limit = tasks.create_task(
+                front_end.limit_start(place.startup), name="limit of the start-up"
+            )
+            try:
+                url = await server.open()
+                log.info("HTTP at %s (answers 503 until ready)", url)
+                api.model = await self._load_text()
+                front_end.start()
+                await self._until_over(url, api.model.name)
+            finally:
+                await server.close()
+            await front_end.shut_down()
+            beats.cancel()
+            limit.cancel()
+
+    async def _load_text(self) -> ServedModel:
+        config = self._place.config
+        try:
+            tokenizer = await self._text.run(
+                resolve_tokenizer, config.tokenizer, self._source, self._place.startup.left_s
+            )
+            return await self._text.run(
+                load_served_model,
+                self._model,
+                tokenizer,
+                name=config.served_model_name,
+                template_file=config.chat_template,
+            )
+        except ValueError as error:
+            raise StartupError(str(error)) from None
+
+    async def _until_over(self, url: str, model_name: str) -> None:
+        signals, front_end = self._signals, self._front_end
+        await wait_first(front_end.started, front_end.all_failed, signals.first)
+        if front_end.started.is_set():
+            log.info("ready: %s at %s", model_name, url)
+        await wait_first(front_end.all_failed, front_end.drain_requested, signals.first)
+        if front_end.all_failed.is_set():
+            return
+        signals.request_drain()
+        front_end.begin_drain()
+        log.info("draining: %d requests in flight", front_end.num_live)
+        await wait_first(
+            front_end.idle, front_end.all_failed, signals.second, limit_s=signals.drain_limit_s
+        )
+        if front_end.num_live:
+            log.warning("the time for draining is over: %d requests cut off", front_end.num_live)
+        front_end.end_streams("the server is shutting down")
+
+
+async def wait_first(*events: asyncio.Event, limit_s: float | None = None) -> None:
+    """Return when one of the events is set, or the limit is over."""
+    async with asyncio.TaskGroup() as tasks:
+        waits = [tasks.create_task(event.wait()) for event in events]
+        await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
