@@ -32,8 +32,8 @@ class Signals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        if watch_parent:
-            self._parent_pid = os.getppid()
+        self._parent_pid = os.getppid()
+        if watch_parent and self._parent_pid != 0:  # 0: not in this container, no way to watch it
             self._parent_fd = os.pidfd_open(self._parent_pid)
             loop.add_reader(self._parent_fd, self._on_parent_gone)
 

@@ -1,190 +1,208 @@
 """Where this process stands, according to whoever started it.
 
-The only reader of environment variables beside `launch.py`. A launcher is recognised by its
-complete set of variables; MASTER_ADDR and MASTER_PORT alone mean nothing.
+The only reader of environment variables beside `launch.py`. A launcher is recognised by its set of
+variables, and the first complete set wins: torchrun, a srun step, Open MPI, none. MASTER_ADDR and
+MASTER_PORT alone mean nothing. Under srun and Open MPI they are hints: rank 0 opens the rendezvous
+there, and without them at a place that all ranks derive alike.
 """
 
-import fcntl
+import ipaddress
 import json
+import logging
 import os
 import socket
-import struct
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from aioengine.dist.interface import (
+    LOOPBACK,
+    address_towards,
+    describe_interfaces,
+    interface_of,
+    is_this_host,
+)
+from aioengine.dist.launcher_env import (
+    Environment,
+    LauncherEnv,
+    read_index,
+    read_number,
+    read_port,
+)
+from aioengine.dist.openmpi import (
+    MPIRUN_ALSO,
+    MPIRUN_SET,
+    is_under_mpirun,
+    owns_step,
+    read_mpirun,
+)
+from aioengine.dist.slurm import (
+    STEP_ALSO,
+    STEP_SET,
+    is_in_step,
+    num_step_tasks,
+    read_step,
+    refuse_shell,
+)
 
-from aioengine.errors import StartupTimeoutError
+log = logging.getLogger(__name__)
 
-LOOPBACK: Final = "127.0.0.1"
 TORCHRUN_SET: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-MAX_PORT: Final = 65535
-SIOCGIFADDR: Final = 0x8915
-"""ioctl(2) that reads the IPv4 address of a network interface (Linux, netdevice(7))."""
+TORCHRUN_ALSO: Final = ("LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LauncherEnv:
-    """One process of a launch. `node` names the launcher's node, not the host."""
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """One way to start ranks, the variables that each of them gets, and their reader."""
 
-    kind: Literal["torchrun", "none"]
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    node: str = "0"
-    master_addr: str = LOOPBACK
-    master_port: int = 0
-    agent_hosts_store: bool = False
-    restart_count: int = 0
-    error_file: str | None = None
-    """Where torchelastic looks for the reason of a failure."""
-    job_secret: bytes | None = None
-    host_ip: str | None = None
-    omp_num_threads: int | None = None
-    echo: str = ""
-    """The launcher variables that were used, for the log."""
+    name: str
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+    is_present: Callable[[Environment], bool]
+    """Whether it seems to have started this process, with the whole set or not."""
+    read: Callable[[Environment], LauncherEnv]
 
-    @property
-    def is_single_node(self) -> bool:
-        return self.local_world_size == self.world_size
+    def missing(self, environ: Environment) -> list[str]:
+        return [name for name in self.needed if name not in environ]
+
+    def refuse(self, environ: Environment) -> None:
+        """ValueError for a set that is not complete."""
+        found = [name for name in (*self.needed, *self.optional) if name in environ]
+        raise ValueError(
+            f"incomplete {self.name} environment: found {', '.join(found)} but not "
+            f"{', '.join(self.missing(environ))}; start with {self.name}, or without any of them "
+            "for one rank"
+        )
 
 
-def read_environment(environ: Mapping[str, str]) -> LauncherEnv:
+def read_environment(environ: Environment) -> LauncherEnv:
     """The launcher's variables; first complete set wins.
 
     Raises ValueError that names the missing or malformed variables.
     """
+    launchers = _find_launchers(environ)
+    if launchers:
+        env = launchers[0].read(environ)
+        echo = _describe(environ, (*launchers[0].needed, *launchers[0].optional))
+    else:
+        refuse_shell(environ)
+        env, echo = LauncherEnv(kind="none"), ""
+    if env.world_size > 1 and env.kind != "torchrun":
+        echo += f"; rendezvous {env.master_addr}:{env.master_port} ({env.master_source})"
+    for lower in launchers[1:]:
+        echo += f"; ignored {lower.name}: {_describe(environ, lower.needed)}"
     secret = environ.get("AIOENGINE_JOB_SECRET")
     omp = environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    job_secret = secret.encode() if secret else None
-    host_ip = environ.get("AIOENGINE_HOST_IP") or None
-    omp_num_threads = int(omp) if omp.isdigit() else None
-    present = [name for name in TORCHRUN_SET if name in environ]
-    if "RANK" not in environ and "LOCAL_RANK" not in environ:
-        _refuse_slurm(environ)
-        return LauncherEnv(
-            kind="none", job_secret=job_secret, host_ip=host_ip, omp_num_threads=omp_num_threads
-        )
-    if len(present) < len(TORCHRUN_SET):
-        missing = ", ".join(name for name in TORCHRUN_SET if name not in environ)
-        raise ValueError(
-            f"incomplete torchrun environment: found {', '.join(present)} but not {missing}; "
-            "start with torchrun, or without any of them for one rank"
-        )
-    if (port := _number(environ, "MASTER_PORT")) > MAX_PORT:
-        raise ValueError(f"MASTER_PORT must be at most {MAX_PORT}, found {port}")
-    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    if not rank < world_size:
-        raise ValueError(f"RANK {rank} does not fit WORLD_SIZE {world_size}")
+    return replace(
+        env,
+        job_secret=secret.encode() if secret else None,
+        host_ip=environ.get("AIOENGINE_HOST_IP") or None,
+        omp_num_threads=int(omp) if omp.isdecimal() else None,
+        echo=echo,
+    )
+
+
+def _describe(environ: Environment, names: Iterable[str]) -> str:
+    """Those that are set, as a person types them."""
+    return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+
+
+def _find_launchers(environ: Environment) -> list[Launcher]:
+    """Those with a complete set, the one that counts first.
+
+    Raises ValueError for an incomplete set above the first complete one.
+    """
+    complete: list[Launcher] = []
+    for launcher in (TORCHRUN, SRUN, OPENMPI):
+        if not launcher.is_present(environ):
+            continue
+        if not launcher.missing(environ):
+            complete.append(launcher)
+        elif not complete:
+            launcher.refuse(environ)
+    if not complete and "WORLD_SIZE" in environ:  # scripts export it for what srun starts
+        TORCHRUN.refuse(environ)
+    if complete == [SRUN, OPENMPI] and owns_step(environ, num_step_tasks(environ)):
+        complete.reverse()
+    return complete
+
+
+def _is_under_torchrun(environ: Environment) -> bool:
+    return "RANK" in environ or "LOCAL_RANK" in environ
+
+
+def _read_torchrun(environ: Environment) -> LauncherEnv:
+    world_size = read_number(environ, "WORLD_SIZE")
+    if "LOCAL_WORLD_SIZE" in environ:
+        local_size = read_number(environ, "LOCAL_WORLD_SIZE")
+        read_index(environ, "LOCAL_RANK", local_size, f"LOCAL_WORLD_SIZE {local_size}")
+    port = read_port(environ)
+    assert port is not None
     return LauncherEnv(
         kind="torchrun",
-        rank=rank,
+        rank=read_index(environ, "RANK", world_size, f"WORLD_SIZE {world_size}"),
         world_size=world_size,
-        local_rank=_number(environ, "LOCAL_RANK"),
-        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", default=1),
+        local_rank=read_number(environ, "LOCAL_RANK"),
+        local_world_size=read_number(environ, "LOCAL_WORLD_SIZE", default=1),
         node=environ.get("GROUP_RANK", "0"),
         master_addr=environ["MASTER_ADDR"],
         master_port=port,
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
+        restart_count=read_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
         error_file=environ.get("TORCHELASTIC_ERROR_FILE"),
-        job_secret=job_secret,
-        host_ip=host_ip,
-        omp_num_threads=omp_num_threads,
-        echo=" ".join(f"{name}={environ[name]}" for name in TORCHRUN_SET),
     )
 
 
-def _refuse_slurm(environ: Mapping[str, str]) -> None:
-    num_tasks = environ.get("SLURM_NTASKS", "1")
-    if not num_tasks.isdigit() or int(num_tasks) < 2:
-        return
-    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
-        raise ValueError(
-            f"this is a srun step of {num_tasks} tasks, and ranks started by srun itself do not "
-            "run yet; use srun to start one torchrun per node"
-        )
-    raise ValueError(
-        f"SLURM_NTASKS is {num_tasks} but this is no srun step: a batch shell starts one process "
-        "only; use srun to start one torchrun per node"
-    )
-
-
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdigit():
-        raise ValueError(f"{name} must be a number, found {text!r}")
-    return int(text)
-
-
-def open_launcher_store(env: LauncherEnv, timeout_s: float) -> Store:
-    """The store that all ranks of this launch can reach. Blocks until it answers.
-
-    It may hold keys of an earlier attempt (`--max-restarts` keeps the port): see
-    `control/bootstrap.py`.
-    """
-    try:
-        store = TCPStore(
-            env.master_addr,
-            env.master_port,
-            is_master=env.rank == 0 and not env.agent_hosts_store,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-    except (RuntimeError, OSError) as error:  # torch's DistErrors are RuntimeErrors
-        raise StartupTimeoutError(
-            f"rank {env.rank} does not reach the launcher's store at {env.master_addr}:"
-            f"{env.master_port} within --startup-timeout-seconds {timeout_s:g}; rank 0 or its "
-            f"launcher is not there ({error})"
-        ) from None
-    return PrefixStore("aioengine", store)
+TORCHRUN: Final = Launcher(
+    "torchrun", TORCHRUN_SET, TORCHRUN_ALSO, _is_under_torchrun, _read_torchrun
+)
+SRUN: Final = Launcher("srun", STEP_SET, STEP_ALSO, is_in_step, read_step)
+OPENMPI: Final = Launcher("mpirun", MPIRUN_SET, MPIRUN_ALSO, is_under_mpirun, read_mpirun)
 
 
 def own_address(env: LauncherEnv, override: str | None) -> str:
-    """This process's address for the other ranks: the interface that routes to the rendezvous
-    host; loopback when all ranks are on one node."""
-    if override or env.host_ip:
-        return override or env.host_ip or ""
+    """This process's address for the other ranks: that of the interface which routes to the
+    rendezvous host; loopback when all ranks are on one node.
+
+    Raises ValueError when `override` (`--host-ip`) is not this host's, when the rendezvous host
+    does not resolve or has no route, or is not this host although rank 0 is here.
+    """
+    if env.hosts_store and env.kind != "torchrun" and not is_this_host(env.master_addr):
+        raise ValueError(
+            f"rank 0 must open the rendezvous at {env.master_addr} ({env.master_source}), which is "
+            f"not this host, {socket.gethostname()}; set MASTER_ADDR to this host on all ranks"
+        )
+    if wanted := override or env.host_ip:
+        _check_is_here("--host-ip" if override else "AIOENGINE_HOST_IP", wanted)
+        return wanted
     if env.is_single_node:
         return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((env.master_addr, env.master_port))  # UDP: a route, nothing is sent
-        except OSError as error:
-            raise ValueError(
-                f"no route to the rendezvous host MASTER_ADDR {env.master_addr}: {error}"
-            ) from None
-        address: str = probe.getsockname()[0]
-    return address
+    return address_towards(env.master_addr)
 
 
-def interface_of(address: str) -> str | None:
-    """Name of the network interface that carries an IPv4 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-            except OSError:
-                continue  # an interface without an IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+def _check_is_here(source: str, address: str) -> None:
+    """ValueError unless an interface carries the address: ranks listen on it."""
+    try:
+        is_here = ipaddress.ip_address(address).is_loopback or interface_of(address) is not None
+    except ValueError:
+        raise ValueError(f"{source} must be an IP address, found {address!r}") from None
+    if not is_here:
+        raise ValueError(
+            f"{source} {address}: no interface of this host has this address; it has "
+            f"{describe_interfaces()}"
+        )
 
 
 def choose_interface(address: str) -> None:
     """Point gloo and NCCL at the interface of `address`, unless the user pointed them already."""
-    if (name := interface_of(address)) is not None:
+    name = interface_of(address)
+    if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if address != LOOPBACK:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    log.info("address for other ranks: %s on interface %s", address, name)
 
 
 def report_to_launcher(env: LauncherEnv, message: str) -> None:

@@ -13,7 +13,7 @@ from aioengine.control.bootstrap import (
 )
 from aioengine.control.channel import Link, MemoryLink
 from aioengine.control.deadline import VERDICT_GRACE_S
-from aioengine.dist.launcher import open_launcher_store
+from aioengine.dist.rendezvous import open_launcher_store
 from aioengine.errors import StartupTimeoutError
 from aioengine.messages import Endpoint, Member, RankInfo, Roster
 from aioengine.rank.place import Place

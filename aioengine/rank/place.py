@@ -10,7 +10,8 @@ from typing import Self
 
 from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.control.deadline import Deadline, process_age_s
-from aioengine.dist.launcher import LauncherEnv, own_address, read_environment
+from aioengine.dist.launcher import own_address, read_environment
+from aioengine.dist.launcher_env import LauncherEnv
 from aioengine.layout import ParallelLayout
 from aioengine.messages import RankInfo
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -44,6 +45,7 @@ class Launch:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
+            "SPT_NOENV": "1",  # else setproctitle overwrites what `pids_left` looks for
             MARKER: self._id,
             **(env or {}),
         }
@@ -146,6 +148,13 @@ def rank_command(num_ranks: int) -> list[str]:
         return [sys.executable, *module]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*torchrun, "--nproc-per-node", str(num_ranks), *module]
+
+
+def free_port() -> int:
+    """For what cannot choose a port by itself: one that nobody has at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def golden(name: str) -> list[dict[str, Any]]:

@@ -1,0 +1,126 @@
+"""The store that all ranks of a launch can reach: torchrun's, or one that rank 0 opens.
+
+torch's client of it keeps no limit: it goes on for a multiple of its time-out when the server goes
+away, and for ever when the server is frozen. So whoever waits here sets a limit of its own.
+"""
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, TypeVar
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from aioengine.dist.interface import LOOPBACK, means_loopback
+from aioengine.dist.launcher_env import LauncherEnv
+from aioengine.errors import StartupError, StartupTimeoutError
+
+T = TypeVar("T")
+POLL_S: Final = 0.2
+"""Nothing tells when a port begins to listen."""
+
+
+class LauncherStore:
+    """Keys and values that ranks share until they have met. Every call blocks.
+
+    Raises StartupError once whoever serves it is gone.
+    """
+
+    def __init__(self, store: Store, where: str) -> None:
+        self._store = store
+        self._where = where
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(self._store.set, key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._ask(self._store.get, key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask(self._store.check, keys)
+
+    def _ask(self, call: Callable[..., T], *args: object) -> T:
+        try:
+            return call(*args)
+        except RuntimeError as error:  # torch's DistErrors are RuntimeErrors
+            raise StartupError(
+                f"the launcher's store at {self._where} is gone, and rank 0 or its launcher with "
+                f"it ({first_line(error)})"
+            ) from None
+
+
+def open_launcher_store(env: LauncherEnv, timeout_s: float) -> LauncherStore:
+    """The launch's store, served by this process if that is rank 0's part. Blocks until it answers.
+
+    It may hold keys of an earlier attempt (`--max-restarts` keeps the port): see
+    `control/bootstrap.py`. Raises StartupError for a port that is in use, StartupTimeoutError when
+    nobody answers.
+    """
+    deadline = time.monotonic() + timeout_s
+    host, listener = env.master_addr, None
+    if env.hosts_store:
+        host, listener = LOOPBACK, _listen(env)
+    try:
+        if listener is None:
+            _wait_listening(host, env.master_port, deadline)
+        store = TCPStore(
+            host,
+            env.master_port,
+            is_master=env.hosts_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+    except (RuntimeError, OSError) as error:  # torch's DistErrors are RuntimeErrors
+        raise StartupTimeoutError(_describe_silence(env, timeout_s, error)) from None
+    where = f"{env.master_addr}:{env.master_port}"
+    return LauncherStore(PrefixStore(f"aioengine/{env.job}", store), where)
+
+
+def _listen(env: LauncherEnv) -> socket.socket:
+    """Rank 0's port: on every address, unless it is certain that all ranks come by loopback."""
+    try:
+        if env.master_addr == LOOPBACK:
+            return socket.create_server((LOOPBACK, env.master_port))
+        if socket.has_dualstack_ipv6():
+            anywhere = ("", env.master_port)
+            return socket.create_server(anywhere, family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", env.master_port))
+    except OSError as error:
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"does not open ({error})"
+        raise StartupError(
+            f"rank 0 cannot open the rendezvous: port {env.master_port} ({env.master_source}) "
+            f"{reason} on {socket.gethostname()}; set MASTER_PORT to another one on all ranks"
+        ) from None
+
+
+def _wait_listening(host: str, port: int, deadline: float) -> None:
+    """Until a connection is accepted. Raises the OSError of the last attempt at the deadline."""
+    while True:
+        left_s = max(deadline - time.monotonic(), POLL_S)
+        try:
+            socket.create_connection((host, port), left_s).close()
+            return
+        except OSError:
+            if time.monotonic() + POLL_S > deadline:
+                raise
+        time.sleep(POLL_S)
+
+
+def _describe_silence(env: LauncherEnv, timeout_s: float, error: Exception) -> str:
+    advice = ""
+    if means_loopback(env.master_addr) and not env.is_single_node:
+        advice = f"; {env.master_addr} is every node itself, so give torchrun --master-addr"
+    return (
+        f"rank {env.rank} does not reach the launcher's store at {env.master_addr}:"
+        f"{env.master_port} ({env.master_source}) within the {timeout_s:.1f} s that were left of "
+        f"--startup-timeout-seconds; rank 0 or its launcher is not there{advice} "
+        f"({first_line(error)})"
+    )
+
+
+def first_line(error: Exception) -> str:
+    """Without the C++ frames that torch adds."""
+    return str(error).partition("\n")[0]
