@@ -26,14 +26,17 @@ from torch import Tensor
 from aioengine.cli.local_ranks import run_ranks
 from aioengine.dist import ops
 from aioengine.dist.groups import GroupCoordinator
-from aioengine.dist.launcher import (
-    LauncherEnv,
-    choose_interface,
-    open_launcher_store,
-    own_address,
-    read_environment,
+from aioengine.dist.launcher import choose_interface, own_address, read_environment
+from aioengine.dist.launcher_env import LauncherEnv
+from aioengine.dist.rendezvous import open_launcher_store
+from aioengine.dist.worlds import (
+    GroupBuilder,
+    GroupOptions,
+    ReplicaStore,
+    connect_store,
+    open_store,
+    open_world_groups,
 )
-from aioengine.dist.worlds import GroupBuilder, GroupOptions, open_world_groups
 from aioengine.errors import EngineError
 from aioengine.flags import CommandParser
 from aioengine.layout import ParallelLayout
@@ -163,10 +166,11 @@ def _rank_argv(args: argparse.Namespace) -> list[str]:
 
 def measure(plan: Plan, env: LauncherEnv) -> list[Row]:
     """Every rank of the launch calls it; the figures are this rank's."""
-    choose_interface(own_address(env, None))
+    address = own_address(env, None)
+    choose_interface(address)
     options = GroupOptions(device=torch.device("cpu"), timeout_s=TIMEOUT_S, node=env.node)
     layout = ParallelLayout(tp_size=env.world_size)
-    store = open_launcher_store(env, TIMEOUT_S)
+    store = _open_world_store(env, address)
     groups = open_world_groups(layout, env.rank, store, options, is_mixture=False)
     everyone = range(env.world_size)
     library = GroupBuilder(everyone, env.rank, replace(options, custom_all_reduce=False)).build(
@@ -179,6 +183,17 @@ def measure(plan: Plan, env: LauncherEnv) -> list[Row]:
     library.close()
     groups.close()
     return rows
+
+
+def _open_world_store(env: LauncherEnv, address: str) -> ReplicaStore:
+    """Served by rank 0, which the others find through the launcher's store."""
+    launch = open_launcher_store(env, TIMEOUT_S)
+    if env.rank == 0:
+        store = open_store(address)
+        launch.set("bench", f"{address} {store.port}")
+        return store
+    host, _, port = launch.get("bench").decode().partition(" ")
+    return connect_store(host, int(port), TIMEOUT_S)
 
 
 def _measure_rows(plan: Plan, groups: Sequence[GroupCoordinator]) -> Iterator[Row]:
