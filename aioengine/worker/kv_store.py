@@ -1,7 +1,9 @@
 """The KV cache of one rank: the tensors of its layers."""
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from aioengine.layers.forward_batch import LayerCache
@@ -44,8 +46,16 @@ class KVShape:
     def allocate(self, num_blocks: int, device: torch.device) -> dict[int, LayerCache]:
         """Zeroed caches by global layer number; block 0 of the `num_blocks` is the null block."""
         shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        return {
+            layer: LayerCache(_zeros(shape, self.dtype, device), _zeros(shape, self.dtype, device))
+            for layer in self.layers
+        }
 
-        def zeros() -> torch.Tensor:
-            return torch.zeros(shape, dtype=self.dtype, device=device)
 
-        return {layer: LayerCache(zeros(), zeros()) for layer in self.layers}
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On CPU from calloc(3), whose pages come when they are first written: torch.zeros touches
+    gigabytes at start-up, which takes seconds."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
