@@ -2,7 +2,7 @@
 
 Starts its ranks itself, or is one when torchrun (or another launcher) started it. What is timed is
 the custom op that models call, with everything behind it. Backends take turns, and figures are
-medians over all calls of rank 0, so that a busy neighbour meets all of them.
+medians over calls of rank 0, so that a busy neighbour meets all of them.
 """
 
 import argparse
@@ -48,10 +48,11 @@ UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 DEFAULT_SIZES: Final = "1K,4K,16K,64K,256K,1M,4M"
 DEFAULT_DTYPES: Final = "float32,bfloat16"
 TIMEOUT_S: Final = 120
-NUM_TURNS: Final = 10
-BYTES_PER_TURN: Final = 8 << 20
-MIN_CALLS, MAX_CALLS = 5, 100
-"""Of one backend in one turn."""
+NUM_TURNS: Final = 5
+BYTES_PER_TURN: Final = 64 << 20
+MIN_CALLS, MAX_CALLS = 16, 400
+"""Of one backend in one turn. The first quarter does not count: after a turn of another backend it
+takes a while until every rank runs on a core of its own again."""
 SHUTDOWN_TIMEOUT_S: Final = 5
 
 
@@ -206,11 +207,10 @@ def _measure_rows(plan: Plan, groups: Sequence[GroupCoordinator]) -> Iterator[Ro
             }
             num_calls = max(MIN_CALLS, min(MAX_CALLS, BYTES_PER_TURN // num_bytes))
             times_us: dict[str, list[float]] = {name: [] for name in calls}
-            for turn in range(NUM_TURNS + 1):
+            for _ in range(NUM_TURNS):
                 for name, call in calls.items():
                     taken_us = [_time_us(call) for _ in range(num_calls)]
-                    if turn > 0:  # the first one warms up
-                        times_us[name] += taken_us
+                    times_us[name] += taken_us[num_calls // 4 :]
             medians = {name: statistics.median(times) for name, times in times_us.items()}
             yield Row(num_bytes, str(dtype).removeprefix("torch."), medians)
 

@@ -81,9 +81,10 @@ VECTOR: Final = 32
 """Elements added up at a time: two registers of AVX-512, eight of NEON."""
 _PART_ALIGNMENT: Final = 128
 _PAUSES: Final = 50  # 1 µs
-_YIELDING_NS: Final = 30_000
-"""More than it takes to wake up (20 µs in a virtual machine), or ranks could miss each other by
-turns: one sleeps while the other gives up waiting for it."""
+_SHORT_NS: Final = 30_000
+_LONG_NS: Final = 250_000
+"""How long the processor is offered before a sleep. Now and then it must be longer than waking up
+takes: else ranks miss each other by turns, one asleep while the other gives up waiting."""
 _MIN_SLEEP_NS: Final = 5_000
 _MAX_SLEEP_NS: Final = 1_000_000
 _CLOCK_MONOTONIC: Final = 1
@@ -100,14 +101,13 @@ _compiled: Final = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 _INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_TYPES: Final = {
+_TYPES: Final = {  # in memory, when added up, and bytes of an element
     FLOAT32: (_FLOAT, _FLOAT, 4),
     BFLOAT16: (_INT16, _FLOAT, 2),
     FLOAT16: (ir.HalfType(), _FLOAT, 2),
     INT32: (_INT32, _INT32, 4),
     INT64: (_INT64, _INT64, 8),
 }
-"""LLVM types in memory and when added up, and bytes of an element."""
 _sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _ppoll: Any = types.ExternalFunction("ppoll", types.int32(*(types.int64,) * 4))
@@ -300,11 +300,11 @@ def _now(context: Any) -> int:
 def _wait_for_all(context: Any, tick: int) -> int:
     """The slow part of waiting. Offering the processor helps only inside a scheduling group, and a
     rank is often one by itself (its session), so this soon sleeps: an eighth of the time waited."""
-    started = _now(context)
-    waited = 0
+    started, waited = _now(context), 0
+    sleepless_ns = _SHORT_NS if tick & 7 else _LONG_NS
     _prctl(_PR_SET_TIMERSLACK, 1)  # this thread's; without it a sleep takes 50 µs more
     while True:
-        if waited < _YIELDING_NS:
+        if waited < sleepless_ns:
             _sched_yield()
         else:
             timespec = carray(_pointer(context.clock), 2, np.int64)

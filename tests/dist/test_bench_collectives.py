@@ -1,0 +1,65 @@
+"""`aioengine bench collectives`, as a person types it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from aioengine.cli.main import main
+
+COMMAND = ["bench", "collectives"]
+
+
+def bench(launcher: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*launcher, "-m", "aioengine.cli", *COMMAND, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_it_starts_ranks_and_compares_backends() -> None:
+    done = bench([sys.executable], "--sizes", "1K,64K", "--dtypes", "float32", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["operation"], found["num_ranks"]) == ("all_reduce", 2)
+    assert [(row["num_bytes"], row["dtype"]) for row in found["rows"]] == [
+        (1024, "float32"),
+        (65536, "float32"),
+    ]
+    for row in found["rows"]:
+        medians = row["medians_us"]
+        assert list(medians) == ["shm", "gloo"]
+        assert row["ratio"] == medians["gloo"] / medians["shm"]
+    assert found["rows"][0]["ratio"] > 1
+
+
+def test_under_a_launcher_it_is_a_rank() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    options = ["--operation", "reduce_scatter", "--sizes", "4K", "--dtypes", "bfloat16"]
+    done = bench([*torchrun, "--nproc-per-node", "3"], *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("reduce_scatter, 3 ranks, medians in µs\n")
+    for text in ("4 KiB", "bfloat16", "gloo / shm"):
+        assert done.stdout.count(text) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "12"], "--sizes takes multiples of 8 such as 4096, 16K or 1M, found '12'"),
+        (["--sizes", "1K,x"], "found 'x'"),
+        (["--dtypes", "float32,int7"], "--dtypes takes float32, bfloat16"),
+        (["--ranks", "1"], "--ranks must be 2 or more, found 1"),
+    ],
+)
+def test_a_wrong_line_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMAND, *arguments]) == 1
+    assert message in capsys.readouterr().err
