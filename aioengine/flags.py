@@ -19,6 +19,7 @@ GROUPS: Final = {
     "api": "HTTP API",
     "other": "other",
 }
+DEFAULTS: Final = EngineConfig()
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -83,15 +84,18 @@ def parse_config(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Engine
     return config_from(vars(parser.parse_args(argv)))
 
 
-def config_from(given: dict[str, Any]) -> EngineConfig:
-    """Config of parsed flags, as strings and bools by field name; unknown names are not ours."""
+def config_from(given: dict[str, Any], defaults: EngineConfig = DEFAULTS) -> EngineConfig:
+    """Config of parsed flags, as strings and bools by field name; unknown names are not ours.
+
+    `defaults` counts where neither a flag nor the file says anything.
+    """
     given = dict(given)
     path = given.pop("config", None)
     settings = _read_toml(path) if path is not None else {}
     for name, text in given.items():
         if name in EngineConfig.__struct_fields__:
             settings[name] = _convert_flag(name, text)
-    return msgspec.structs.replace(EngineConfig(), **settings)
+    return msgspec.structs.replace(defaults, **settings)
 
 
 def _convert_flag(name: str, text: str | bool) -> Any:

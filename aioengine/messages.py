@@ -315,7 +315,8 @@ PeerEvent = StepResult | CallReply | JobFailed | Heartbeat | DrainRequested | Go
 
 # --- handshake and bootstrap --------------------------------------------------------------------
 
-Role = Literal["member", "peer", "front_end"]
+Role = Literal["member", "peer", "front_end", "probe"]
+"""`probe`: a connection of `aioengine doctor` that only measures."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

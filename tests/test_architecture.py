@@ -27,8 +27,9 @@ MAY_IMPORT = {
     "frontend": "root checkpoint control asyncio msgspec tokenizers jinja2 prometheus_client",
     "api": "root frontend asyncio msgspec aiohttp prometheus_client",
     "rank": "root core checkpoint dist worker control engine frontend api asyncio msgspec",
+    "doctor": "root dist worker control engine rank asyncio msgspec torch rich",
     "cli": "root core checkpoint dist layers models weights worker control engine frontend api "
-    "rank asyncio msgspec numpy torch rich",
+    "rank doctor asyncio msgspec numpy torch rich uvloop setproctitle",
     "launch": "root core checkpoint dist worker control rank asyncio msgspec uvloop setproctitle",
 }
 GUARDED = {"asyncio"}
@@ -71,6 +72,7 @@ ENVIRONMENT_FILES = (
     "aioengine/launch.py",
     "aioengine/cli/serve.py",
     "aioengine/cli/bench_collectives.py",
+    "aioengine/cli/doctor.py",
 )
 TORCH_DISTRIBUTED_FILES = ("aioengine/dist/", "aioengine/worker/", "aioengine/cli/local_ranks.py")
 

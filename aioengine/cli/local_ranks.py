@@ -12,11 +12,19 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
-def run_ranks(prog: str, rank_argv: list[str], num_ranks: int, shutdown_timeout_s: int) -> int:
+def run_ranks(
+    prog: str,
+    rank_argv: list[str],
+    num_ranks: int,
+    shutdown_timeout_s: int,
+    *,
+    names_first: bool = True,
+) -> int:
     """Runs torchrun's elastic agent in this process until all ranks have ended.
 
-    Returns the exit status; `prog` says on stderr which rank failed first. On a signal ranks get
-    `shutdown_timeout_s` to end before they are killed.
+    Returns the exit status; `prog` says on stderr which rank failed first, unless the ranks agree
+    on a status and say why themselves. On a signal ranks get `shutdown_timeout_s` to end before
+    they are killed.
     """
     # The ranks' own log says what happened, and which of them was first.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -37,11 +45,12 @@ def run_ranks(prog: str, rank_argv: list[str], num_ranks: int, shutdown_timeout_
             elastic_launch(config, rank_argv[0])(*rank_argv[1:])
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
-            print(
-                f"{prog}: rank {rank} (pid {failure.pid}) ended first, with status "
-                f"{failure.exitcode}; its log lines say why",
-                file=sys.stderr,
-            )
+            if names_first:
+                print(
+                    f"{prog}: rank {rank} (pid {failure.pid}) ended first, with status "
+                    f"{failure.exitcode}; its log lines say why",
+                    file=sys.stderr,
+                )
             return 1
         except SignalException as stopped:
             asked = stopped.sigval in (signal.SIGTERM, signal.SIGINT)

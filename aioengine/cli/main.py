@@ -9,6 +9,7 @@ from aioengine.cli.commands import Command, dispatch
 COMMANDS: Final = {
     "serve": Command("aioengine.cli.serve", "start every rank on this machine and serve a model"),
     "layout": Command("aioengine.cli.layout", "print ranks and groups of a launch, without one"),
+    "doctor": Command("aioengine.cli.doctor", "examine ranks, hosts and network of a launch"),
     "bench": Command("aioengine.cli.bench", "measure parts of the engine on this machine"),
     "version": Command("aioengine.cli.version", "print the version"),
 }

@@ -70,7 +70,7 @@ async def dial(
                 lambda: Connection(MAX_HANDSHAKE_FRAME_BYTES), endpoint.host, endpoint.port
             )
             try:
-                await _prove(connection, where, hello, key)
+                await prove(connection, where, hello, key)
             except BaseException:
                 connection.close()
                 raise
@@ -82,8 +82,8 @@ async def dial(
     return connection
 
 
-async def _prove(connection: Connection, where: str, hello: Hello, key: bytes) -> None:
-    """The dialling side of the handshake."""
+async def prove(connection: Connection, where: str, hello: Hello, key: bytes) -> None:
+    """The dialling side of the handshake. Raises HandshakeError that names `where`."""
     connection.send(hello)
     answer = await receive_message(connection)
     if isinstance(answer, Challenge):
@@ -96,6 +96,21 @@ async def _prove(connection: Connection, where: str, hello: Hello, key: bytes) -
     if isinstance(answer, Refused):
         raise HandshakeError(f"{where} refused rank {hello.rank} as {hello.role}: {answer.reason}")
     raise HandshakeError(f"{where} does not belong to this attempt of the launch")
+
+
+async def verify(connection: Connection, key: bytes) -> Hello:
+    """The accepting side of the handshake, up to its Welcome. Raises HandshakeError."""
+    hello = await receive_message(connection)
+    if not isinstance(hello, Hello) or len(hello.nonce) != NONCE_BYTES:
+        raise HandshakeError("expected a hello")
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.send(Challenge(nonce, _mac(key, "accept", hello, nonce)))
+    proof = await receive_message(connection)
+    if not isinstance(proof, Proof) or not hmac.compare_digest(
+        proof.proof, _mac(key, "dial", hello, nonce)
+    ):
+        raise HandshakeError(f"wrong proof for rank {hello.rank} as {hello.role}")
+    return hello
 
 
 class Listener:
@@ -177,16 +192,7 @@ class Listener:
         self._accepted[hello.role, hello.rank].set_result(connection)
 
     async def _verify(self, connection: Connection) -> Hello:
-        hello = await receive_message(connection)
-        if not isinstance(hello, Hello) or len(hello.nonce) != NONCE_BYTES:
-            raise HandshakeError("expected a hello")
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        connection.send(Challenge(nonce, _mac(self._key, "accept", hello, nonce)))
-        proof = await receive_message(connection)
-        if not isinstance(proof, Proof) or not hmac.compare_digest(
-            proof.proof, _mac(self._key, "dial", hello, nonce)
-        ):
-            raise HandshakeError(f"wrong proof for rank {hello.rank} as {hello.role}")
+        hello = await verify(connection, self._key)
         seat = self._accepted.get((hello.role, hello.rank))
         if seat is None or seat.done():
             known = "is here already" if seat is not None else "is not expected"

@@ -64,6 +64,11 @@ class Communicator:
         self._backends = backends
 
     @property
+    def backends(self) -> tuple[CollectiveBackend, ...]:
+        """In dispatch order."""
+        return tuple(self._backends)
+
+    @property
     def names(self) -> list[str]:
         return [backend.name for backend in self._backends]
 

@@ -41,6 +41,10 @@ class LauncherStore:
     def check(self, keys: list[str]) -> bool:
         return self._ask(self._store.check, keys)
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Sets `key` if it holds `expected`, or is absent and that is empty; what it holds now."""
+        return self._ask(self._store.compare_set, key, expected, desired)
+
     def _ask(self, call: Callable[..., T], *args: object) -> T:
         try:
             return call(*args)

@@ -43,6 +43,13 @@ class DictStore:
             if key in self._waiting:
                 self._waiting[key]()
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """As torch's stores do: an absent key counts as empty, and the value it has now returns."""
+        with self.lock:
+            if self.values.get(key, b"") == expected.encode():
+                self.values[key] = desired.encode()
+            return self.values.get(key, expected.encode())
+
     def get(self, key: str) -> bytes:
         with self.lock:
             return self.values[key]
