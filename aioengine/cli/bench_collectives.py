@@ -169,7 +169,12 @@ def measure(plan: Plan, env: LauncherEnv) -> list[Row]:
     """Every rank of the launch calls it; the figures are this rank's."""
     address = own_address(env, None)
     choose_interface(address)
-    options = GroupOptions(device=torch.device("cpu"), timeout_s=TIMEOUT_S, node=env.node)
+    options = GroupOptions(
+        device=torch.device("cpu"),
+        timeout_s=TIMEOUT_S,
+        node=env.node,
+        num_local_ranks=env.local_world_size,
+    )
     layout = ParallelLayout(tp_size=env.world_size)
     store = _open_world_store(env, address)
     groups = open_world_groups(layout, env.rank, store, options, is_mixture=False)

@@ -28,6 +28,8 @@ class GroupSite:
     device: torch.device
     node: str
     """The launcher's name for this rank's host."""
+    num_local_ranks: int
+    """On that node, of all groups."""
     timeout_s: float
     """Bounds each operation."""
     device_group: dist.ProcessGroup
@@ -46,6 +48,7 @@ def _open_shared_memory(site: GroupSite) -> CollectiveBackend | str:
         ranks=site.ranks,
         rank=site.rank,
         node=site.node,
+        num_local_ranks=site.num_local_ranks,
         timeout_s=site.timeout_s,
     )
 

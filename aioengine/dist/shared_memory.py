@@ -32,6 +32,12 @@ SLOT_BYTES: Final = 1 << 20
 ONE_PHASE_BYTES: Final = 1 << 15
 """Up to here everybody adds up everything: two ranks with a core each break even at 16 to 64 KiB,
 four that share two cores at 64 KiB."""
+AWAKE_ALONE_NS: Final = 250_000
+"""A rank with a core of its own stays awake for so long while it waits: waking up takes 20 to 50
+µs in a virtual machine, and ranks that sleep soon miss each other by turns."""
+AWAKE_CROWDED_NS: Final = 30_000
+"""Where ranks share cores. The others cannot run meanwhile: sched_yield(2) gives way only inside a
+scheduling group, and a rank is often one by itself (its session)."""
 NONCE_BYTES: Final = 16
 _PAGE_BYTES: Final = 4096
 """Pages: the first has the nonce, the next ones the blocks of the ranks, then come the slots."""
@@ -79,6 +85,7 @@ class SharedMemoryBackend:
         ranks: tuple[int, ...],
         rank_in_group: int,
         timeout_s: float,
+        has_own_core: bool,
     ) -> None:
         """Takes over `segment` and `pidfds` (one per rank, -1 for this one)."""
         assert kernels.BLOCK_BYTES == _PAGE_BYTES
@@ -103,6 +110,7 @@ class SharedMemoryBackend:
             "rank": rank_in_group,
             "size": self._size,
             "timeout_ns": int(timeout_s * 1e9),
+            "awake_ns": AWAKE_ALONE_NS if has_own_core else AWAKE_CROWDED_NS,
             "pidfds": scratch,
             "sources": scratch + 8 * self._size,
             "clock": scratch + 16 * self._size,
@@ -239,6 +247,8 @@ class _Place(msgspec.Struct, frozen=True):
     pid_namespace: str
     pid: int
     nonce: bytes
+    cores: frozenset[int]
+    """On which it may run."""
 
 
 class _RefusedError(Exception):
@@ -263,6 +273,7 @@ class _Joining:
             os.readlink("/proc/self/ns/pid"),
             os.getpid(),
             secrets.token_bytes(NONCE_BYTES),
+            frozenset(os.sched_getaffinity(0)),
         )
 
     def load_kernels(self) -> None:
@@ -327,11 +338,13 @@ def open_shared_memory(
     ranks: tuple[int, ...],
     rank: int,
     node: str,
+    num_local_ranks: int,
     timeout_s: float,
 ) -> SharedMemoryBackend | str:
     """The backend, or the reason why there is none: alike on all ranks, which call it together.
 
-    `ranks` are those of the group, `rank` is this one, `node` the launcher's name for its node.
+    `ranks` are those of the group, `rank` is this one, `node` the launcher's name for its node,
+    on which there are `num_local_ranks`, those of other groups included.
     `timeout_s` bounds each later operation. Raises what gloo raises when a rank does not take part.
     """
     own = ranks.index(rank)
@@ -363,7 +376,16 @@ def open_shared_memory(
         ranks=ranks,
         rank_in_group=own,
         timeout_s=timeout_s,
+        has_own_core=_has_own_core(places, own, num_local_ranks),
     )
+
+
+def _has_own_core(places: list[_Place], own: int, num_local_ranks: int) -> bool:
+    """Whether this rank need not share a core: it is kept apart from the others of its group, or
+    there are enough for all ranks of the node."""
+    mine = places[own].cores
+    others = [place.cores for index, place in enumerate(places) if index != own]
+    return all(mine.isdisjoint(cores) for cores in others) or len(mine) >= num_local_ranks
 
 
 def _check_places(places: list[_Place], ranks: tuple[int, ...]) -> None:

@@ -58,6 +58,7 @@ CONTEXT: Final = np.dtype(
         ("rank", np.int64),  # in the group, as are all ranks here
         ("size", np.int64),
         ("timeout_ns", np.int64),
+        ("awake_ns", np.int64),  # how long a waiting rank stays awake
         ("pidfds", np.int64),  # address of a pollfd per rank, the own one with fd -1
         ("sources", np.int64),  # address of `size` words of scratch
         ("clock", np.int64),  # address of a timespec
@@ -81,10 +82,6 @@ VECTOR: Final = 32
 """Elements added up at a time: two registers of AVX-512, eight of NEON."""
 _PART_ALIGNMENT: Final = 128
 _PAUSES: Final = 50  # 1 µs
-_SHORT_NS: Final = 30_000
-_LONG_NS: Final = 250_000
-"""How long the processor is offered before a sleep. Now and then it must be longer than waking up
-takes: else ranks miss each other by turns, one asleep while the other gives up waiting."""
 _MIN_SLEEP_NS: Final = 5_000
 _MAX_SLEEP_NS: Final = 1_000_000
 _CLOCK_MONOTONIC: Final = 1
@@ -298,13 +295,12 @@ def _now(context: Any) -> int:
 
 @_compiled
 def _wait_for_all(context: Any, tick: int) -> int:
-    """The slow part of waiting. Offering the processor helps only inside a scheduling group, and a
-    rank is often one by itself (its session), so this soon sleeps: an eighth of the time waited."""
+    """The slow part of waiting: the processor is offered for `awake_ns`, then this sleeps, for an
+    eighth of the time waited."""
     started, waited = _now(context), 0
-    sleepless_ns = _SHORT_NS if tick & 7 else _LONG_NS
     _prctl(_PR_SET_TIMERSLACK, 1)  # this thread's; without it a sleep takes 50 µs more
     while True:
-        if waited < sleepless_ns:
+        if waited < context.awake_ns:
             _sched_yield()
         else:
             timespec = carray(_pointer(context.clock), 2, np.int64)

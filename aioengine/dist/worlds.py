@@ -100,6 +100,8 @@ class GroupOptions:
     """Bounds each operation."""
     node: str = "0"
     """The launcher's name for this rank's host."""
+    num_local_ranks: int = 1
+    """Ranks on that host."""
     custom_all_reduce: bool = True
     """False: only the libraries' own collectives (`--disable-custom-all-reduce`)."""
 
@@ -251,6 +253,7 @@ class GroupBuilder:
             rank=self._rank,
             device=device,
             node=self._options.node,
+            num_local_ranks=self._options.num_local_ranks,
             timeout_s=self._options.timeout_s,
             device_group=device_group,
             cpu_group=cpu_group,

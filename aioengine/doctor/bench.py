@@ -85,6 +85,7 @@ class DeviceBench:
             device=self._device,
             timeout_s=limit_s,
             node=self._place.env.node,
+            num_local_ranks=self._place.env.local_world_size,
             custom_all_reduce=not self._place.config.disable_custom_all_reduce,
         )
         groups = open_replica_groups(self._place.layout, self._place.rank, self._store, options)

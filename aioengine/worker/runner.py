@@ -241,6 +241,7 @@ class Worker:
                 device=self._device,
                 timeout_s=config.distributed_timeout_seconds or config.step_timeout_seconds,
                 node=self._node,
+                num_local_ranks=self._local_world_size,
                 custom_all_reduce=not config.disable_custom_all_reduce,
             ),
         )

@@ -168,7 +168,10 @@ def check_schemas(group: GroupCoordinator) -> None:
 
 def check_backend(backend: str, rank: int) -> None:
     options = GroupOptions(
-        device=torch.device("cpu"), timeout_s=TIMEOUT_S, custom_all_reduce=backend != "gloo"
+        device=torch.device("cpu"),
+        timeout_s=TIMEOUT_S,
+        num_local_ranks=len(WORLD),
+        custom_all_reduce=backend != "gloo",
     )
     builder = GroupBuilder(WORLD, rank, options)
     built = [builder.build(axis, lines) for axis, lines in LINES.items()]

@@ -29,7 +29,13 @@ def try_to_open(node: str = "node", timeout_s: float = 60.0) -> SharedMemoryBack
     assert group is not None
     rank = RANKS[PLACE]
     return open_shared_memory(
-        group, group=NAME, ranks=RANKS, rank=rank, node=node, timeout_s=timeout_s
+        group,
+        group=NAME,
+        ranks=RANKS,
+        rank=rank,
+        node=node,
+        num_local_ranks=len(RANKS),
+        timeout_s=timeout_s,
     )
 
 

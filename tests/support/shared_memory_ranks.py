@@ -149,7 +149,13 @@ def check_large(check: Check) -> None:
 def open_group(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> SharedMemoryBackend:
     rank = rank_of_this_process()
     backend = open_shared_memory(
-        group, group=f"test:{len(ranks)}", ranks=ranks, rank=rank, node="0", timeout_s=60.0
+        group,
+        group=f"test:{len(ranks)}",
+        ranks=ranks,
+        rank=rank,
+        node="0",
+        num_local_ranks=dist.get_world_size(),
+        timeout_s=60.0,
     )
     assert isinstance(backend, SharedMemoryBackend), backend
     return backend

@@ -167,6 +167,7 @@ def test_the_chain_and_each_refusal_are_logged_once(
         rank=4,
         device=torch.device("cpu"),
         node="0",
+        num_local_ranks=4,
         timeout_s=1.0,
         device_group=group,
         cpu_group=group,
