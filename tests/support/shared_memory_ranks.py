@@ -41,7 +41,11 @@ def make(shape: Sequence[int], dtype: torch.dtype, seed: int, rank: int) -> Tens
     x = x * torch.exp2(torch.randint(-8, 8, tuple(shape), generator=generator).float())
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-41, 6e-8])
     which = torch.randint(0, 200, tuple(shape), generator=generator)
-    return torch.where(which < 6, special[which.clamp(max=5)], x).to(dtype)
+    x = torch.where(which < 6, special[which.clamp(max=5)], x).to(dtype)
+    if dtype.itemsize == 2:  # NaNs with every bit set, and one that signals
+        bits(x)[which == 6] = 0x7FFF
+        bits(x)[which == 7] = -0x7F
+    return x
 
 
 def add_up(inputs: list[Tensor]) -> Tensor:
@@ -189,9 +193,10 @@ def main() -> None:
             with pytest.raises(EngineError, match="closed"):
                 backend.all_reduce(torch.zeros(1))
             shared_memory.SLOT_BYTES, shared_memory.ONE_PHASE_BYTES = sizes
-            with_large_slots = open_group(group, ranks)
-            check_large(Check(with_large_slots, ranks.index(rank), len(ranks)))
-            with_large_slots.close()
+            if len(ranks) == 2:
+                with_large_slots = open_group(group, ranks)
+                check_large(Check(with_large_slots, ranks.index(rank), len(ranks)))
+                with_large_slots.close()
             digests = [torch.empty(32, dtype=torch.uint8) for _ in ranks]
             mine = torch.frombuffer(bytearray(check.digest.digest()), dtype=torch.uint8)
             dist.all_gather(digests, mine, group=group)
