@@ -2,11 +2,10 @@
 
 The memory is a memfd of the group's first rank: it has no name in any file system, so nothing is
 left behind whoever is killed when. The other ranks open it as /proc/<pid>/fd/<n>, must find the
-first rank's nonce in it, and answer in it with their own. All pages are reserved and the size is
-sealed before anybody maps it, so too little memory is a refusal at start and no SIGBUS later.
+first rank's nonce in it, and answer in it with their own. All pages are allocated before anybody
+maps them, so too little memory is a refusal at start and no SIGBUS later.
 """
 
-import fcntl
 import importlib
 import math
 import mmap
@@ -286,12 +285,11 @@ class _Joining:
         """The first rank's descriptor of the memory, all of it allocated; -1 on the others."""
         if self._own != 0:
             return -1
-        self._memfd = os.memfd_create("aioengine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._memfd = os.memfd_create("aioengine", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self._memfd, 0, self._num_bytes)
         except OSError as error:
             raise _RefusedError(f"cannot reserve {self._num_bytes} B of memory ({error})") from None
-        fcntl.fcntl(self._memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         os.pwrite(self._memfd, nonce, 0)
         return self._memfd
 
