@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from aioengine.cli.bench_collectives import Plan, Row, print_json, print_table
 from aioengine.cli.main import main
 
 COMMAND = ["bench", "collectives"]
@@ -63,3 +65,13 @@ def test_a_wrong_line_is_refused(
 ) -> None:
     assert main([*COMMAND, *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_one_backend_is_shown_without_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    """As where the ranks are on two nodes."""
+    plan, rows = Plan("all_reduce", (1024,), (torch.float32,)), [Row(1024, "float32", {"gloo": 2.5})]
+    print_table(plan, 2, rows)
+    assert "2.5" in (shown := capsys.readouterr().out)
+    assert "/" not in shown
+    print_json(plan, 2, rows)
+    assert json.loads(capsys.readouterr().out)["rows"][0]["ratio"] == 1
