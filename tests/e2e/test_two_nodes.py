@@ -21,7 +21,7 @@ async def test_two_agents_on_one_machine(axis: str) -> None:
     agents = torchrun_agents([meeting, meeting], per_node=1)
     with Launch(*MODEL, f"-{axis}", "2", command=agents) as launch:
         await check_rows(launch.wait_ready(), golden("stories260k_greedy"))
-        assert re.search(rf"Using \['gloo'\] .*group '{axis}:0'", launch.log)
+        check_backends(launch.log, axis)
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
@@ -35,7 +35,17 @@ def test_two_agents_in_two_namespaces(axis: str) -> None:
             nodes[0].run(check_rows(url, golden("stories260k_greedy")))
             for node in nodes:
                 assert f"address for other ranks: {node.address} on interface ve" in launch.log
-            assert re.search(rf"Using \['gloo'\] .*group '{axis}:0'", launch.log)
+            check_backends(launch.log, axis)
+
+
+def check_backends(log: str, axis: str) -> None:
+    """Nodes share no memory, even if they are one machine; the log says why only gloo is there."""
+    assert re.search(rf"Using \['gloo'\] .*group '{axis}:0'", log)
+    reason = {
+        "tp": "rank 0 is on node 0 and rank 1 on node 1",
+        "pp": "its ranks only send and receive",
+    }[axis]
+    assert log.count(f"group '{axis}:0' goes without shm: {reason}") == 1
 
 
 def test_a_step_in_two_namespaces() -> None:
