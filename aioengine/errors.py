@@ -47,5 +47,9 @@ class StepTimeoutError(EngineError):
     """A step did not complete within `--step-timeout-seconds`."""
 
 
+class RpcTimeoutError(EngineError):
+    """A `collective_rpc` did not end within its `timeout`; names the method and the ranks."""
+
+
 class RequestFailedError(EngineError):
     """One request ended with an error that concerns it alone, or its replica is gone."""

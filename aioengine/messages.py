@@ -248,7 +248,23 @@ class DeviceCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
     kwargs: dict[str, Any]
 
 
-Job = StepPlan | DeviceCall
+class RemoteCall(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
+    """`collective_rpc`: run a method on every rank of the replica. What it raises is the caller's
+    business and leaves the replica alive."""
+
+    method: str
+    """A registered name, or module:qualname."""
+    arguments: bytes
+    """msgpack of (args, kwargs)."""
+    reply_rank: int | None = None
+    """Rank in the replica whose value is wanted; None: those of all."""
+    registered_only: bool = False
+
+    def wants_value_of(self, rank_in_replica: int) -> bool:
+        return self.reply_rank is None or self.reply_rank == rank_in_replica
+
+
+Job = StepPlan | DeviceCall | RemoteCall
 
 
 class Ordered(msgspec.Struct, frozen=True, array_like=True, tag="ordered"):
@@ -297,6 +313,22 @@ class CallReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
     value: Any
 
 
+class RemoteReply(msgspec.Struct, frozen=True, array_like=True, tag="remote_reply"):
+    """`value` is msgpack, empty on ranks whose value is not wanted."""
+
+    seq: int
+    value: bytes
+
+
+class RemoteFailed(msgspec.Struct, frozen=True, array_like=True, tag="remote_failed"):
+    """The method of a RemoteCall raised on this rank."""
+
+    seq: int
+    type_name: str
+    message: str
+    traceback: str
+
+
 class JobFailed(msgspec.Struct, frozen=True, array_like=True, tag="job_failed"):
     """A job raised on this rank's device thread."""
 
@@ -310,7 +342,16 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
     """This side closes in order: the end of the connection is no failure."""
 
 
-PeerEvent = StepResult | CallReply | JobFailed | Heartbeat | DrainRequested | Goodbye
+PeerEvent = (
+    StepResult
+    | CallReply
+    | JobFailed
+    | Heartbeat
+    | DrainRequested
+    | Goodbye
+    | RemoteReply
+    | RemoteFailed
+)
 
 
 # --- handshake and bootstrap --------------------------------------------------------------------

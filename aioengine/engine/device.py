@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from aioengine.errors import WorkerError
-from aioengine.messages import JobFailed, StepPlan, StepResult
+from aioengine.messages import JobFailed, RemoteCall, RemoteFailed, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,9 @@ class DeviceWorker(Protocol):
     def call(self, method: str, kwargs: dict[str, Any]) -> Any:
         """Run a registered method."""
 
+    def remote(self, call: RemoteCall) -> bytes:
+        """Run the method of a `collective_rpc`; msgpack of its value, empty when not wanted."""
+
 
 @dataclass(frozen=True, slots=True)
 class JobError:
@@ -47,6 +50,9 @@ class JobError:
 
     def as_message(self, seq: int) -> JobFailed:
         return JobFailed(seq, self.type_name, self.message, self.traceback)
+
+    def as_remote_failure(self, seq: int) -> RemoteFailed:
+        return RemoteFailed(seq, self.type_name, self.message, self.traceback)
 
 
 OnDone = Callable[[Any, JobError | None], None]

@@ -14,7 +14,8 @@ from typing import Any, assert_never
 from aioengine.control.channel import Link, frame
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
-from aioengine.errors import ReplicaFailedError
+from aioengine.engine.remote_calls import RemoteCalls
+from aioengine.errors import ReplicaFailedError, RpcTimeoutError
 from aioengine.messages import (
     CallReply,
     DeviceCall,
@@ -25,6 +26,9 @@ from aioengine.messages import (
     JobFailed,
     Ordered,
     PeerEvent,
+    RemoteCall,
+    RemoteFailed,
+    RemoteReply,
     ReplicaFailed,
     Shutdown,
     StepPlan,
@@ -81,6 +85,7 @@ class Executor:
         self._seq = 0
         self._plans: deque[tuple[int, StepPlan, float]] = deque()
         self._calls: dict[int, _PendingCall] = {}
+        self._remote = RemoteCalls([watch.me, *watch.others.values()])
         self._waiting_for: set[int] = set(peers)
         self._all_departed = asyncio.Event()
         self.last_seq = 0
@@ -119,6 +124,30 @@ class Executor:
             lambda: self._worker.call(method, kwargs), partial(self._on_own_call, seq)
         )
         return await pending.future
+
+    async def remote_call(self, call: RemoteCall, timeout_s: float | None) -> Any:
+        """`collective_rpc`: the method's values in rank order, or the one that was asked for.
+
+        Raises WorkerError when it raised on any rank, RpcTimeoutError after `timeout_s` (None: no
+        limit), RankLostError when a rank is lost meanwhile, ReplicaFailedError when the replica
+        had failed before. Whoever stops waiting leaves the sequence usable.
+        """
+        if self._watch.failed.done():
+            raise ReplicaFailedError(self._watch.failed.result().cause)
+        seq = self._send(call)
+        self._remote.begin(seq, call)
+        self._device.submit(lambda: self._worker.remote(call), partial(self._on_own_remote, seq))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._remote.wait(seq)
+        except TimeoutError:
+            late = ", ".join(map(str, self._remote.unanswered(seq)))
+            raise RpcTimeoutError(
+                f"collective_rpc {call.method!r}: no answer from {late} within its timeout of "
+                f"{timeout_s:g} s"
+            ) from None
+        finally:
+            self._remote.forget(seq)
 
     def beat(self) -> Heartbeat:
         return Heartbeat(self.last_seq, self._worker.doing)
@@ -186,6 +215,13 @@ class Executor:
         else:
             self._on_reply(self._rank, CallReply(seq, value))
 
+    def _on_own_remote(self, seq: int, value: bytes, error: JobError | None) -> None:
+        self.last_seq = seq
+        if error is not None:
+            self._remote.on_failed(self._rank, error.as_remote_failure(seq))
+        else:
+            self._remote.on_reply(self._rank, RemoteReply(seq, value))
+
     def _on_peer(self, rank: int, event: PeerEvent) -> None:
         self._watch.heard(rank)
         match event:
@@ -193,6 +229,10 @@ class Executor:
                 self._on_result(event)
             case CallReply():
                 self._on_reply(rank, event)
+            case RemoteReply():
+                self._remote.on_reply(rank, event)
+            case RemoteFailed():
+                self._remote.on_failed(rank, event)
             case JobFailed():
                 self._on_failed(rank, event)
             case Heartbeat():
@@ -232,6 +272,7 @@ class Executor:
             if not pending.future.done():  # else the caller has given up
                 pending.future.set_exception(ReplicaFailedError(failed.result().cause))
         self._calls.clear()
+        self._remote.fail(failed.result())
 
     def _on_failed(self, rank: int, failed: JobFailed) -> None:
         if not self._peers and self._plans and self._plans[0][0] == failed.seq:

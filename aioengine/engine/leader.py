@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import assert_never
+from typing import Any, assert_never
 
 from aioengine.config import EngineConfig
 from aioengine.control.channel import Link
@@ -25,12 +25,14 @@ from aioengine.messages import (
     Heartbeat,
     LoadStats,
     RankInfo,
+    RemoteCall,
     ReplicaFailed,
     RequestDelta,
     Shutdown,
     StepReport,
 )
 from aioengine.model_config import ModelConfig
+from aioengine.rpc import encode_arguments, method_name
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +126,33 @@ class Leader:
         """A rank of this replica got SIGTERM: the front ends drain the launch."""
         for link in self._front_ends.values():
             link.send(request)
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> Any:
+        """Call a method on every rank of this replica, in order with its steps.
+
+        `method` is a registered name or a function of a module that every rank can import; it gets
+        the rank's worker first. Returns the values in rank order, or the one of
+        `unique_reply_rank` (a rank of the replica). Raises TypeError for what cannot travel,
+        ValueError for a rank that is none, and what `Executor.remote_call` says.
+        """
+        num_ranks = 1 + len(self._watch.others)
+        if unique_reply_rank is not None and not 0 <= unique_reply_rank < num_ranks:
+            raise ValueError(
+                f"unique_reply_rank {unique_reply_rank} is not one of the {num_ranks} ranks of "
+                "this replica"
+            )
+        call = RemoteCall(
+            method_name(method), encode_arguments(args, kwargs or {}), unique_reply_rank
+        )
+        return await self._executor.remote_call(call, timeout_s)
 
     def _on_command(self, source: str, command: FrontEndCommand) -> None:
         self._front_end_beats.heard(source)

@@ -15,8 +15,11 @@ from aioengine.messages import (
     DrainRequested,
     Goodbye,
     Heartbeat,
+    Job,
     Ordered,
     PeerCommand,
+    RemoteCall,
+    RemoteReply,
     ReplicaFailed,
     Shutdown,
     StepPlan,
@@ -106,7 +109,7 @@ class Peer:
     def _on_closed(self, reason: str) -> None:
         self._watch.connection_closed(self._leader_rank, reason)
 
-    def _start_job(self, seq: int, job: StepPlan | DeviceCall) -> None:
+    def _start_job(self, seq: int, job: Job) -> None:
         if seq != self._next_seq:
             self._watch.fail(
                 f"{self._watch.me}: job {seq} arrived from the leader where {self._next_seq} was "
@@ -126,6 +129,10 @@ class Peer:
                 self._device.submit(
                     lambda: self._worker.call(method, kwargs), partial(self._on_call, seq)
                 )
+            case RemoteCall():
+                self._device.submit(lambda: self._worker.remote(job), partial(self._on_remote, seq))
+            case _:
+                assert_never(job)
 
     # --- from the device thread
 
@@ -143,6 +150,13 @@ class Peer:
             return
         self._last_done = seq
         self._link.send(CallReply(seq, value))
+
+    def _on_remote(self, seq: int, value: bytes, error: JobError | None) -> None:
+        self._last_done = seq
+        if error is not None:
+            self._link.send(error.as_remote_failure(seq))
+        else:
+            self._link.send(RemoteReply(seq, value))
 
     def _report_failed(self, seq: int, error: JobError) -> None:
         """The leader decides who is to blame; this rank's own view counts if it stays silent for

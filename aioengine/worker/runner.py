@@ -1,6 +1,8 @@
 """Worker: everything a rank computes. Lives on the device thread; every method blocks."""
 
 import logging
+import os
+import socket
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -19,9 +21,10 @@ from aioengine.dist.worlds import (
     open_store,
 )
 from aioengine.layout import ParallelLayout
-from aioengine.messages import Sampled, StepPlan, StepResult
+from aioengine.messages import RemoteCall, Sampled, StepPlan, StepResult
 from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
+from aioengine.rpc import decode_arguments, encode_value, find_method, rpc_method
 from aioengine.worker.batch import BatchBuilder, Role, StepInputs
 from aioengine.worker.device import check_dtype, device_id, select_device, set_cpu_threads
 from aioengine.worker.kv_store import KVShape
@@ -74,7 +77,7 @@ class Worker:
         self.doing = "idle"
         self._config = config
         self._layout = layout
-        self._rank = rank
+        self.rank = rank
         self._source = source
         self._local_rank = local_rank
         self._local_world_size = local_world_size
@@ -82,10 +85,10 @@ class Worker:
         self._node = node
         self._max_model_len = config.max_model_len or model_config.max_position
         self._cfg = model_config
-        self._dtype: torch.dtype = getattr(
+        self.dtype: torch.dtype = getattr(
             torch, model_config.dtype if config.dtype == "auto" else config.dtype
         )
-        coords = layout.coords(rank)
+        self.coords = coords = layout.coords(rank)
         self._output_rank = layout.output_rank_of(rank)
         self._role = Role(
             is_first=coords.pp == 0,
@@ -101,12 +104,12 @@ class Worker:
             tp_rank=coords.tp,
             tp_size=layout.tp_size,
             block_size=config.block_size,
-            dtype=self._dtype,
+            dtype=self.dtype,
         )
         self._sampler = Sampler(config.logprobs_mode)
         self._store: ReplicaStore | None = None
         self._groups: Groups | None = None
-        self._device: torch.device
+        self.device: torch.device
         self._memory: Memory
         self._stage: LlamaStage
         self._builder: BatchBuilder
@@ -141,21 +144,39 @@ class Worker:
         self.doing = "idle"
         return result
 
+    @torch.inference_mode()
+    def remote(self, call: RemoteCall) -> bytes:
+        """Run a method of `collective_rpc`, which gets this worker and the call's arguments.
+
+        Returns msgpack of its value, nothing when the value is not wanted from this rank. Raises
+        what the method raises, UnknownMethodError, and TypeError for a value that cannot travel.
+        """
+        self.doing = call.method
+        try:
+            method = find_method(call.method, registered_only=call.registered_only)
+            args, kwargs = decode_arguments(call.arguments)
+            value = method(self, *args, **kwargs)
+            if not call.wants_value_of(self.rank - self._layout.leader_of(self.rank)):
+                return b""
+            return encode_value(value, f"the value of {call.method}")
+        finally:
+            self.doing = "idle"
+
     # --- start-up and end
 
     @device_call
     def open_device(self) -> str:
         """Select the device and check the type. An id of the device: see `device_id`."""
-        self._device = select_device(self._config.device, self._local_rank)
-        check_dtype(self._dtype, self._device)
-        self._memory = Memory.measure(self._device, self._local_world_size)
+        self.device = select_device(self._config.device, self._local_rank)
+        check_dtype(self.dtype, self.device)
+        self._memory = Memory.measure(self.device, self._local_world_size)
         num_threads = set_cpu_threads(
             self._config.cpu_threads, self._omp_num_threads, self._local_world_size
         )
-        logger.info("computing on %s in %s, %d threads", self._device, self._dtype, num_threads)
+        logger.info("computing on %s in %s, %d threads", self.device, self.dtype, num_threads)
         if self._layout.world_size == 1:
             self._build_groups()
-        return device_id(self._device)
+        return device_id(self.device)
 
     @device_call
     def open_store(self, host: str) -> int:
@@ -180,15 +201,15 @@ class Worker:
             is_first=self._role.is_first,
             is_last=self._role.is_last,
             tp=self._groups.tp,
-            dtype=self._dtype,
+            dtype=self.dtype,
         )
-        self._memory.check_weights(plan.num_bytes, self._dtype)
-        self._stage = load_stage(plan, self._source, self._device, speaks=self._rank == 0)
+        self._memory.check_weights(plan.num_bytes, self.dtype)
+        self._stage = load_stage(plan, self._source, self.device, speaks=self.rank == 0)
 
     @device_call
     def num_kv_blocks(self) -> int:
         """How many KV blocks this rank can hold, the null block included."""
-        if self._device.type == "cuda" and self._config.kv_cache_memory_bytes is None:
+        if self.device.type == "cuda" and self._config.kv_cache_memory_bytes is None:
             self._profile()
         return num_kv_blocks(
             self._config,
@@ -202,7 +223,7 @@ class Worker:
         """Allocate the cache and empty slot tables; `num_blocks` includes the null block."""
         room = (num_blocks - 1) * self._config.block_size
         is_cut = self._config.max_model_len is None and room < self._max_model_len
-        if is_cut and self._rank == self._layout.leader_of(self._rank):
+        if is_cut and self.rank == self._layout.leader_of(self.rank):
             logger.info(
                 "without --max-model-len the context is what fits the KV cache: %d tokens of the "
                 "model's %d",
@@ -235,10 +256,10 @@ class Worker:
         config = self._config
         self._groups = open_replica_groups(
             self._layout,
-            self._rank,
+            self.rank,
             self._store,
             GroupOptions(
-                device=self._device,
+                device=self.device,
                 timeout_s=config.distributed_timeout_seconds or config.step_timeout_seconds,
                 node=self._node,
                 num_local_ranks=self._local_world_size,
@@ -249,7 +270,7 @@ class Worker:
             self._groups.pp,
             max_num_batched_tokens=config.max_num_batched_tokens,
             hidden_size=self._cfg.hidden_size,
-            dtype=self._dtype,
+            dtype=self.dtype,
             max_plans_in_flight=config.max_plans_in_flight,
         )
         feedback = self._groups.feedback
@@ -268,14 +289,14 @@ class Worker:
         longest = max(room, self._config.max_num_batched_tokens + self._config.block_size)
         self._builder = BatchBuilder(
             self._role,
-            self._kv_shape.allocate(num_blocks, self._device),
+            self._kv_shape.allocate(num_blocks, self.device),
             num_slots=self._config.num_slots,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_model_len=min(self._max_model_len, longest),
             block_size=self._config.block_size,
-            device=self._device,
+            device=self.device,
         )
-        self._rules = LogitRules(self._config.num_slots, self._cfg.vocab_size, self._device)
+        self._rules = LogitRules(self._config.num_slots, self._cfg.vocab_size, self.device)
 
     def _profile(self) -> None:
         """Run the largest step over a cache of the null block alone, for the peak of memory."""
@@ -342,3 +363,16 @@ class Worker:
     def _last_ids(self) -> Tensor:
         assert self._feedback is not None
         return self._feedback.last_ids()
+
+
+@rpc_method
+def rank_info(worker: Worker) -> dict[str, Any]:
+    """For `collective_rpc`: who this rank is, and what it computes on."""
+    return {
+        "rank": worker.rank,
+        "coords": str(worker.coords),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(worker.device),
+        "dtype": str(worker.dtype).removeprefix("torch."),
+    }

@@ -5,7 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from aioengine.messages import PREV, Sampled, StepPlan, StepResult
+from aioengine.messages import PREV, RemoteCall, Sampled, StepPlan, StepResult
+from aioengine.rpc import decode_arguments, encode_value, find_method
 
 VOCAB_SIZE = 97
 LIMIT_S = 5.0
@@ -30,8 +31,9 @@ class FakeWorker:
     `on_execute` and `on_call` may raise.
     """
 
-    def __init__(self, *, is_output: bool) -> None:
+    def __init__(self, *, is_output: bool, rank: int = 0) -> None:
         self.doing = "idle"
+        self.rank = rank
         self.is_output = is_output
         self.seqs: list[int] = []
         """Of the plans executed."""
@@ -72,6 +74,13 @@ class FakeWorker:
                 sampled.append(Sampled(step.slot, step.epoch, (drawn,)))
         self.doing = "idle"
         return StepResult(seq, tuple(sampled)) if self.is_output else None
+
+    def remote(self, call: RemoteCall) -> bytes:
+        assert self.gate.wait(LIMIT_S), "the test left its gate closed"
+        method = find_method(call.method, registered_only=call.registered_only)
+        args, kwargs = decode_arguments(call.arguments)
+        value = method(self, *args, **kwargs)
+        return encode_value(value, "value") if call.wants_value_of(self.rank) else b""
 
     def call(self, method: str, kwargs: dict[str, Any]) -> Any:
         self.calls.append(method)

@@ -106,7 +106,7 @@ class FakeReplica:
         loop = asyncio.get_running_loop()
         ranks = range(num_peers + 1)
         self.config = config
-        self.workers = [FakeWorker(is_output=rank == output_rank) for rank in ranks]
+        self.workers = [FakeWorker(is_output=rank == output_rank, rank=rank) for rank in ranks]
         self.leader_links: dict[int, Link] = {}
         """The leader's end of its link to each peer."""
         self.peer_links: dict[int, Link] = {}

@@ -1,5 +1,7 @@
 """A Worker on a real small model reproduces the Hugging Face reference in float32."""
 
+import os
+
 import pytest
 from support.launching import STORIES, golden
 from support.plans import ScriptedRequest, run_plans
@@ -7,7 +9,8 @@ from support.plans import ScriptedRequest, run_plans
 from aioengine.checkpoint.source import read_model_config, resolve_model
 from aioengine.config import EngineConfig
 from aioengine.layout import ParallelLayout
-from aioengine.messages import SlotParams, StepPlan
+from aioengine.messages import RemoteCall, SlotParams, StepPlan
+from aioengine.rpc import decode_value, encode_arguments
 from aioengine.worker.runner import Worker
 
 NAME = "stories260k_greedy"
@@ -82,3 +85,14 @@ def test_all_requests_at_once(worker: Worker, chunk: int) -> None:
 def test_unknown_calls_are_refused(worker: Worker) -> None:
     with pytest.raises(ValueError, match="no device call 'execute'"):
         worker.call("execute", {})
+
+
+def test_remote_calls_run_with_the_worker(worker: Worker) -> None:
+    call = RemoteCall("rank_info", encode_arguments((), {}))
+    info = decode_value(worker.remote(call))
+    assert (info["rank"], info["coords"]) == (0, "dp0 pp0 tp0")
+    assert (info["device"], info["dtype"], info["pid"]) == ("cpu", "float32", os.getpid())
+    assert worker.remote(RemoteCall("rank_info", call.arguments, reply_rank=1)) == b""
+    with pytest.raises(ValueError, match="only registered methods may be called here"):
+        worker.remote(RemoteCall("os:getpid", call.arguments, registered_only=True))
+    assert worker.doing == "idle"
