@@ -225,7 +225,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ) = None
     admin_api_key: (
         Annotated[
-            str, _meta("api", "Key of the administrative routes. Not available yet.", min_length=1)
+            str,
+            _meta(
+                "api",
+                "Bearer token of /collective_rpc and /reset_prefix_cache; without it they are "
+                "refused.",
+                min_length=1,
+            ),
         ]
         | None
     ) = None
@@ -305,7 +311,6 @@ def refuse_unsupported(config: EngineConfig) -> None:
         "--external-data-parallel-size other than 1": config.external_data_parallel_size != 1,
         "--enable-expert-parallel": config.enable_expert_parallel,
         "--quantization": config.quantization is not None,
-        "--admin-api-key": config.admin_api_key is not None,
         "--distributed-executor-backend other than auto": config.distributed_executor_backend
         != "auto",
     }

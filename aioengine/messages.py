@@ -72,7 +72,37 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     doing: str = ""
 
 
-FrontEndCommand = AddRequest | Abort | Heartbeat | Shutdown
+class RemoteCall(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
+    """`collective_rpc`: run a method on every rank of the replica. What it raises is the caller's
+    business and leaves the replica alive."""
+
+    method: str
+    """A registered name, or module:qualname."""
+    arguments: bytes
+    """msgpack of (args, kwargs)."""
+    reply_rank: int | None = None
+    """Rank in the replica whose value is wanted; None: those of all."""
+    registered_only: bool = False
+
+    def wants_value_of(self, rank_in_replica: int) -> bool:
+        return self.reply_rank is None or self.reply_rank == rank_in_replica
+
+
+class ReplicaCall(msgspec.Struct, frozen=True, array_like=True, tag="replica_call"):
+    """Front end to leader: a `collective_rpc` on its replica. Answered by one CallEnded."""
+
+    call_id: int
+    call: RemoteCall
+    timeout_s: float | None
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag="reset_prefix_cache"):
+    """No later request reuses what was computed before. Answered by one CallEnded."""
+
+    call_id: int
+
+
+FrontEndCommand = AddRequest | Abort | Heartbeat | Shutdown | ReplicaCall | ResetPrefixCache
 
 
 # --- leader -> front end ---------------------------------------------------------------------
@@ -157,7 +187,19 @@ class DrainRequested(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
     rank: int
 
 
-LeaderEvent = StepReport | ReplicaReady | ReplicaFailed | DrainRequested | Heartbeat
+class CallEnded(msgspec.Struct, frozen=True, array_like=True, tag="call_ended"):
+    """What became of a ReplicaCall or ResetPrefixCache."""
+
+    call_id: int
+    value: bytes = b""
+    """msgpack."""
+    error: str = ""
+    """Empty when there was none; `error_type` then names the exception (of the method, if it was
+    the method that raised)."""
+    error_type: str = ""
+
+
+LeaderEvent = StepReport | ReplicaReady | ReplicaFailed | DrainRequested | Heartbeat | CallEnded
 
 
 # --- leader -> peers: one sequence of plans and device calls ----------------------------------
@@ -246,22 +288,6 @@ class DeviceCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
 
     method: str
     kwargs: dict[str, Any]
-
-
-class RemoteCall(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
-    """`collective_rpc`: run a method on every rank of the replica. What it raises is the caller's
-    business and leaves the replica alive."""
-
-    method: str
-    """A registered name, or module:qualname."""
-    arguments: bytes
-    """msgpack of (args, kwargs)."""
-    reply_rank: int | None = None
-    """Rank in the replica whose value is wanted; None: those of all."""
-    registered_only: bool = False
-
-    def wants_value_of(self, rank_in_replica: int) -> bool:
-        return self.reply_rank is None or self.reply_rank == rank_in_replica
 
 
 Job = StepPlan | DeviceCall | RemoteCall

@@ -9,7 +9,7 @@ from pathlib import Path
 from aiohttp import web
 
 from aioengine import limits
-from aioengine.api import status, tokens
+from aioengine.api import admin, status, tokens
 from aioengine.api.chat import chat_completions
 from aioengine.api.completions import completions
 from aioengine.api.context import API, Api
@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ALWAYS_OPEN = frozenset({"/livez", "/readyz", "/health"})
+ADMIN = frozenset({"/collective_rpc", "/reset_prefix_cache"})
 CLOSE_GRACE_S = 2.0
 """For handlers that are still writing when the server closes."""
 
@@ -44,6 +45,8 @@ def build_app(api: Api) -> web.Application:
             web.post(f"{root}/v1/chat/completions", chat_completions),
             web.post(f"{root}/tokenize", tokens.tokenize),
             web.post(f"{root}/detokenize", tokens.detokenize),
+            web.post(f"{root}/collective_rpc", admin.collective_rpc),
+            web.post(f"{root}/reset_prefix_cache", admin.reset_prefix_cache),
         ]
     )
     return app
@@ -84,15 +87,25 @@ def _http_message(request: web.Request, error: web.HTTPException) -> str:
 
 @web.middleware
 async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The API key, where one is set. Routes are closed unless they are listed as open."""
+    """The API key, where one is set; the admin key for what changes the engine. Routes are closed
+    unless they are listed as open."""
     config = request.app[API].config
     path = request.path.removeprefix(config.root_path)
     is_open = path in ALWAYS_OPEN or (path == "/metrics" and not config.metrics_require_key)
-    if config.api_key is not None and not is_open:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, f"Bearer {config.api_key}".encode()):
-            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+    if path in ADMIN:
+        if config.admin_api_key is None:
+            raise ApiError(403, f"{path} needs a server started with --admin-api-key")
+        _check(request, config.admin_api_key, "the admin key is missing or wrong")
+    elif config.api_key is not None and not is_open:
+        _check(request, config.api_key, "the API key is missing or wrong")
     return await handler(request)
+
+
+def _check(request: web.Request, key: str, complaint: str) -> None:
+    """In a time that does not tell how much of the key was right."""
+    given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+    if not hmac.compare_digest(given, f"Bearer {key}".encode()):
+        raise ApiError(401, complaint, code="invalid_api_key")
 
 
 @web.middleware

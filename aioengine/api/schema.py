@@ -197,3 +197,16 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[TokenId]
+
+
+class RpcBody(msgspec.Struct, kw_only=True):
+    """Of /collective_rpc."""
+
+    method: str
+    """A registered name."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    """Seconds."""
+    unique_reply_rank: Annotated[int, Meta(ge=0)] | None = None
+    """Rank of the replica whose value is wanted."""

@@ -332,6 +332,10 @@ class Scheduler:
         self._pool.forget_content()
         return deltas
 
+    def reset_prefix_cache(self) -> None:
+        """No later request reuses what was computed so far; running ones keep their blocks."""
+        self._pool.forget_content()
+
     def fail_all(self, error: str) -> list[tuple[str, RequestDelta]]:
         """The replica has failed: every request ends."""
         return self._fail(list(self._requests.values()), error)

@@ -15,24 +15,33 @@ from aioengine.control.watch import Failure, Heartbeats, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker
 from aioengine.engine.executor import Executor, StepDone, StepFailed
 from aioengine.engine.replica import open_replica
-from aioengine.errors import EngineError, ReplicaFailedError, StartupTimeoutError, StepTimeoutError
+from aioengine.errors import (
+    EngineError,
+    ReplicaFailedError,
+    StartupTimeoutError,
+    StepTimeoutError,
+    WorkerError,
+)
 from aioengine.layout import ParallelLayout
 from aioengine.messages import (
     Abort,
     AddRequest,
+    CallEnded,
     DrainRequested,
     FrontEndCommand,
     Heartbeat,
     LoadStats,
     RankInfo,
     RemoteCall,
+    ReplicaCall,
     ReplicaFailed,
     RequestDelta,
+    ResetPrefixCache,
     Shutdown,
     StepReport,
 )
 from aioengine.model_config import ModelConfig
-from aioengine.rpc import encode_arguments, method_name
+from aioengine.rpc import encode_arguments, encode_value, method_name
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +112,9 @@ class Leader:
         self._front_end_beats = Heartbeats(config.heartbeat_seconds)
         self._deltas: dict[str, list[RequestDelta]] = {source: [] for source in front_ends}
         self._last_stats = LoadStats()
+        self._tasks: asyncio.TaskGroup
+        self._calls: set[asyncio.Task[None]] = set()
+        """Each answers a ReplicaCall."""
         self.is_ready = False
 
     async def run(self) -> Failure | None:
@@ -164,6 +176,7 @@ class Leader:
     # --- life
 
     async def _serve(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
         ranks = (self._watch.me, *self._watch.others.values())
         try:
             async with self._startup.bound():
@@ -189,7 +202,7 @@ class Leader:
         for link in self._front_ends.values():
             link.send(ready)
         await self._step_loop()
-        for task in beats:
+        for task in (*beats, *self._calls):
             task.cancel()
         await self._executor.shut_down(PEERS_END_S)
         limit_s = self._config.step_timeout_seconds
@@ -301,12 +314,29 @@ class Leader:
                 self._scheduler.add(command, source)
             case Abort(request_id=request_id):
                 self._scheduler.abort(source, request_id)
+            case ReplicaCall():
+                task = self._tasks.create_task(self._answer_call(source, command), name="rpc")
+                self._calls.add(task)
+                task.add_done_callback(self._calls.discard)
+            case ResetPrefixCache(call_id=call_id):
+                self._scheduler.reset_prefix_cache()
+                self._front_ends[source].send(CallEnded(call_id, encode_value(None, "nothing")))
             case Heartbeat():
                 pass  # its arrival is what counts
             case Shutdown():
                 self._forget_front_end(source)
             case _:
                 assert_never(command)
+
+    async def _answer_call(self, source: str, command: ReplicaCall) -> None:
+        try:
+            value = await self._executor.remote_call(command.call, command.timeout_s)
+            ended = CallEnded(command.call_id, encode_value(value, command.call.method))
+        except EngineError as error:
+            name = error.type_name if isinstance(error, WorkerError) else type(error).__name__
+            ended = CallEnded(command.call_id, error=str(error), error_type=name)
+        if source in self._front_ends:
+            self._front_ends[source].send(ended)
 
     def _forget_front_end(self, source: str) -> None:
         self._scheduler.abort_source(source)

@@ -4,20 +4,23 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 from aioengine.control.channel import Link
 from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
 from aioengine.control.watch import Heartbeats
+from aioengine.errors import EngineError, ReplicaFailedError
 from aioengine.frontend.metrics import EngineMetrics
 from aioengine.frontend.records import Choice, ChoiceSpec, Generation
+from aioengine.frontend.replica_calls import MakeCommand, ReplicaCalls
 from aioengine.frontend.router import Router
 from aioengine.messages import (
     Abort,
     AddRequest,
+    CallEnded,
     DrainRequested,
     Heartbeat,
     LeaderEvent,
@@ -50,8 +53,12 @@ class Replica:
     leader: RankInfo
     ready: ReplicaReady | None = None
     failed_cause: str | None = None
+    calls: ReplicaCalls = field(init=False)
     stats: LoadStats = field(default_factory=LoadStats)
     live: dict[str, tuple[Choice, Generation]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.calls = ReplicaCalls(self.link)
 
     @property
     def is_serving(self) -> bool:
@@ -159,6 +166,23 @@ class FrontEnd:
             )
         return generation
 
+    async def call_replicas(self, make_command: MakeCommand) -> list[Any]:
+        """What every leader answers, in DP order; nobody is asked when a replica has failed.
+
+        Raises CallFailedError or ReplicaFailedError of the first replica that has one.
+        """
+        if self.causes:
+            raise ReplicaFailedError("; ".join(self.causes))
+        async with asyncio.TaskGroup() as tasks:
+            calls = [
+                tasks.create_task(_outcome(replica.calls.call(make_command)))
+                for replica in self.replicas
+            ]
+        for call in calls:
+            if isinstance(error := call.result(), EngineError):
+                raise error
+        return [call.result() for call in calls]
+
     def _check_admission(self, num_choices: int) -> None:
         health = self.health
         if health in ("starting", "draining"):
@@ -243,6 +267,8 @@ class FrontEnd:
                 self._on_failed(replica, cause)
             case DrainRequested():
                 self.drain_requested.set()
+            case CallEnded():
+                replica.calls.on_ended(event)
             case Heartbeat():
                 pass  # its arrival is what counts
             case _:
@@ -258,6 +284,7 @@ class FrontEnd:
         self._beats.forget(replica.dp_rank)
         log.error("replica dp%d failed: %s", replica.dp_rank, cause)
         self._fail_live(replica, cause)
+        replica.calls.fail(cause)
         self.metrics.update(replica.dp_rank, _without_load(replica.stats))
         self._note_started()
         if self.health == "failed":
@@ -296,6 +323,14 @@ class FrontEnd:
     def _note_started(self) -> None:
         if self.health in ("ok", "degraded"):
             self.started.set()
+
+
+async def _outcome(call: Awaitable[Any]) -> Any:
+    """What it returns, or the EngineError that it raises: a TaskGroup would wrap that."""
+    try:
+        return await call
+    except EngineError as error:
+        return error
 
 
 def _without_load(stats: LoadStats) -> LoadStats:

@@ -6,13 +6,14 @@ import openai
 import pytest
 from support.launching import Launch
 
+FLAGS = ("-tp", "2", "-pp", "2", "--api-key", "sesame", "--admin-api-key", "open")
 QUESTION = [{"role": "user", "content": "What is gravity?"}]
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
     with (
-        Launch("-tp", "2", "-pp", "2", "--api-key", "sesame", num_ranks=4) as launch,
+        Launch(*FLAGS, num_ranks=4) as launch,
         openai.OpenAI(base_url=launch.wait_ready() + "/v1", api_key="sesame") as client,
     ):
         yield client
@@ -116,3 +117,22 @@ def test_errors_are_typed(client: openai.OpenAI, model: str) -> None:
     assert unsupported.value.code == "unsupported"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
+
+
+def test_the_admin_routes(client: openai.OpenAI, model: str) -> None:
+    """`collective_rpc` on real ranks; a cleared prefix cache makes no difference but time."""
+    admin = client.with_options(api_key="open", base_url=str(client.base_url).replace("/v1", ""))
+    ranks = admin.post("/collective_rpc", body={"method": "rank_info"}, cast_to=dict)["results"]
+    assert [rank["coords"] for rank in ranks] == [
+        f"dp0 pp{pp} tp{tp}" for pp in range(2) for tp in range(2)
+    ]
+    assert len({rank["pid"] for rank in ranks}) == 4
+    body = {"method": "rank_info", "unique_reply_rank": 2, "timeout": 10}
+    (one,) = admin.post("/collective_rpc", body=body, cast_to=dict)["results"]
+    assert one == ranks[2]
+    with pytest.raises(openai.NotFoundError, match="no method 'nothing' is registered"):
+        admin.post("/collective_rpc", body={"method": "nothing"}, cast_to=dict)
+    with pytest.raises(openai.AuthenticationError):
+        client.post(str(admin.base_url) + "reset_prefix_cache", body={}, cast_to=dict)
+    assert admin.post("/reset_prefix_cache", cast_to=dict) == {"status": "ok"}
+    test_completions(client, model)

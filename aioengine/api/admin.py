@@ -1,0 +1,67 @@
+"""POST /collective_rpc and /reset_prefix_cache, under the admin key."""
+
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from aioengine.api.context import API
+from aioengine.api.decoding import decode_body
+from aioengine.api.errors import ApiError, invalid
+from aioengine.api.outputs import json_response
+from aioengine.api.schema import RpcBody
+from aioengine.errors import ReplicaFailedError
+from aioengine.frontend.front_end import FrontEnd
+from aioengine.frontend.replica_calls import CallFailedError, MakeCommand
+from aioengine.messages import RemoteCall, ReplicaCall, ResetPrefixCache
+from aioengine.rpc import encode_arguments
+
+
+async def collective_rpc(request: web.Request) -> web.Response:
+    """`results`: of all ranks, replica by replica, or of one rank of each (`unique_reply_rank`)."""
+    api = request.app[API]
+    body = decode_body(await request.read(), RpcBody)
+    api.served()
+    num_ranks = api.layout.world_size
+    if body.unique_reply_rank is not None and body.unique_reply_rank >= num_ranks:
+        raise invalid(
+            f"unique_reply_rank {body.unique_reply_rank} is not one of the {num_ranks} ranks of a "
+            "replica",
+            "unique_reply_rank",
+        )
+    call = RemoteCall(
+        body.method,
+        encode_arguments(body.args, body.kwargs),
+        body.unique_reply_rank,
+        registered_only=True,
+    )
+    make_call = partial(ReplicaCall, call=call, timeout_s=body.timeout)
+    by_replica = await _call(api.front_end, make_call)
+    if body.unique_reply_rank is not None:
+        return json_response({"results": by_replica})
+    return json_response({"results": [value for values in by_replica for value in values]})
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    api = request.app[API]
+    api.served()
+    await _call(api.front_end, ResetPrefixCache)
+    return json_response({"status": "ok"})
+
+
+async def _call(front_end: FrontEnd, make_command: MakeCommand) -> list[Any]:
+    try:
+        return await front_end.call_replicas(make_command)
+    except ReplicaFailedError as error:
+        raise ApiError(503, str(error), code="replica_failed") from None
+    except CallFailedError as error:
+        message = str(error)
+        match error.type_name:
+            case "UnknownMethodError":
+                raise ApiError(404, message, param="method", code="method_not_found") from None
+            case "RpcTimeoutError":
+                raise ApiError(504, message, param="timeout", code="timeout") from None
+            case "RankLostError" | "ReplicaFailedError":
+                raise ApiError(503, message, code="replica_failed") from None
+            case _:
+                raise ApiError(500, message, code="method_failed") from None

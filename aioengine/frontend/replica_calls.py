@@ -1,0 +1,57 @@
+"""Calls of a front end that leaders answer: `collective_rpc` and prefix cache resets."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from aioengine.control.channel import Link
+from aioengine.errors import EngineError, ReplicaFailedError
+from aioengine.messages import CallEnded, ReplicaCall, ResetPrefixCache
+from aioengine.rpc import decode_value
+
+MakeCommand = Callable[[int], ReplicaCall | ResetPrefixCache]
+"""From the id of a call."""
+
+
+class CallFailedError(EngineError):
+    """A call ended with an error on its replica; `type_name` is that of the exception there."""
+
+    def __init__(self, message: str, type_name: str) -> None:
+        super().__init__(message)
+        self.type_name = type_name
+
+
+class ReplicaCalls:
+    """One link's calls in flight, each matched by an id of its own. Loop thread only."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._ids = itertools.count()
+        self._pending: dict[int, asyncio.Future[bytes]] = {}
+
+    async def call(self, make_command: MakeCommand) -> Any:
+        """What the leader answers. Raises CallFailedError; ReplicaFailedError when the replica
+        fails meanwhile. Not to be called on one that has failed."""
+        call_id = next(self._ids)
+        self._pending[call_id] = asyncio.get_running_loop().create_future()
+        self._link.send(make_command(call_id))
+        try:
+            return decode_value(await self._pending[call_id])
+        finally:
+            del self._pending[call_id]
+
+    def on_ended(self, ended: CallEnded) -> None:
+        future = self._pending.get(ended.call_id)
+        if future is None or future.done():
+            return  # the caller has given up
+        if ended.error:
+            future.set_exception(CallFailedError(ended.error, ended.error_type))
+        else:
+            future.set_result(ended.value)
+
+    def fail(self, cause: str) -> None:
+        """The replica has failed: nothing more will be answered."""
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(ReplicaFailedError(cause))
