@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import signal
 import statistics
 import sys
 import time
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from aioengine.cli.local_ranks import run_ranks
+from aioengine.cli.local_ranks import end_with_parent, run_ranks
 from aioengine.dist import ops
 from aioengine.dist.groups import GroupCoordinator
 from aioengine.dist.launcher import choose_interface, own_address, read_environment
@@ -47,7 +48,9 @@ DTYPES: Final = ("float32", "bfloat16", "float16", "int32", "int64")
 UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 DEFAULT_SIZES: Final = "1K,4K,16K,64K,256K,1M,4M"
 DEFAULT_DTYPES: Final = "float32,bfloat16"
-TIMEOUT_S: Final = 120
+MAX_BYTES: Final = 1 << 30
+TIMEOUT_S: Final = 30
+"""Of one operation, and for ranks to meet."""
 NUM_TURNS: Final = 5
 BYTES_PER_TURN: Final = 64 << 20
 MIN_CALLS, MAX_CALLS = 16, 400
@@ -113,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
     if env.kind == "none":
         return run_ranks(PROG, _rank_argv(args), num_ranks, SHUTDOWN_TIMEOUT_S)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches ranks, too: no traceback of each
+    end_with_parent()
     try:
         rows = measure(plan, env)
     except EngineError as error:
@@ -133,6 +138,8 @@ def _sizes(text: str) -> tuple[int, ...]:
                 f"--sizes takes multiples of 8 such as 4096, 16K or 1M, found {part!r}"
             )
         sizes.append(int(match[1]) * UNITS[match[2]])
+        if sizes[-1] > MAX_BYTES:
+            raise ValueError(f"--sizes takes at most 1G, found {part!r}")
     return tuple(sizes)
 
 

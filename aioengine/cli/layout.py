@@ -34,6 +34,8 @@ SETTINGS: Final = (
     "api_ranks",
 )
 """Of EngineConfig, those that change the answer; `--model` has a form of its own here."""
+MAX_COUNT: Final = 2**20
+"""Of processes, nodes and GPUs: every rank of a group is listed in memory."""
 
 
 def configure(parser: CommandParser) -> None:
@@ -161,6 +163,8 @@ def fit(config: EngineConfig, given: dict[str, Any]) -> ParallelLayout:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    if len(text) > len(str(MAX_COUNT)) or int(text) > MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_COUNT}, got {text!r}")
     return int(text)
 
 

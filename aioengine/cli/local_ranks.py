@@ -1,9 +1,12 @@
 """Ranks of this machine, started as torchrun starts them, without torchrun's own process."""
 
 import logging
+import os
+import select
 import signal
 import sys
 import tempfile
+import threading
 import uuid
 from pathlib import Path
 
@@ -19,12 +22,14 @@ def run_ranks(
     shutdown_timeout_s: int,
     *,
     names_first: bool = True,
+    drains: bool = False,
 ) -> int:
     """Runs torchrun's elastic agent in this process until all ranks have ended.
 
     Returns the exit status; `prog` says on stderr which rank failed first, unless the ranks agree
     on a status and say why themselves. On a signal ranks get `shutdown_timeout_s` to end before
-    they are killed.
+    they are killed; the status is then 0 if being asked to end is their way to end (`drains`), and
+    128 + the signal's number otherwise.
     """
     # The ranks' own log says what happened, and which of them was first.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -53,7 +58,21 @@ def run_ranks(
                 )
             return 1
         except SignalException as stopped:
+            if not drains:
+                print(f"{prog}: {stopped.sigval.name}", file=sys.stderr)
+                return 128 + stopped.sigval
             asked = stopped.sigval in (signal.SIGTERM, signal.SIGINT)
             any_failed = any(Path(log_dir).rglob("error.json"))
             return 0 if asked and not any_failed else 1
     return 0
+
+
+def end_with_parent() -> None:
+    """From now on this process ends when the one that started it is gone, whatever it is in."""
+    parent = os.pidfd_open(os.getppid())
+
+    def wait() -> None:
+        select.select([parent], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent watch", daemon=True).start()

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if num_ranks == 1:
         os.execv(rank_argv[0], rank_argv)
     shutdown_timeout_s = int(config.shutdown_timeout) + KILL_MARGIN_S
-    return run_ranks("aioengine serve", rank_argv, num_ranks, shutdown_timeout_s)
+    return run_ranks("aioengine serve", rank_argv, num_ranks, shutdown_timeout_s, drains=True)
 
 
 def num_processes(config: EngineConfig) -> int:

@@ -43,8 +43,14 @@ def is_in_step(environ: Environment) -> bool:
 
 def num_step_tasks(environ: Environment) -> int:
     """Of an environment that has the STEP_SET."""
-    has_own = "SLURM_STEP_NUM_TASKS" in environ
-    return read_number(environ, "SLURM_STEP_NUM_TASKS" if has_own else "SLURM_NTASKS")
+    name = _num_tasks_variable(environ)
+    if (num_tasks := read_number(environ, name)) < 1:
+        raise ValueError(f"{name} must be at least 1, found {num_tasks}")
+    return num_tasks
+
+
+def _num_tasks_variable(environ: Environment) -> str:
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
 
 
 def read_step(environ: Environment) -> LauncherEnv:
@@ -91,7 +97,8 @@ def _num_tasks_on(environ: Environment, node: int, num_tasks: int, hosts: HostLi
         raise ValueError(
             f"SLURM_STEP_TASKS_PER_NODE {environ['SLURM_STEP_TASKS_PER_NODE']} tells of "
             f"{counts.num_tasks} tasks on {counts.num_nodes} nodes, but the step has {num_tasks} "
-            f"on {len(hosts)}"
+            f"({_num_tasks_variable(environ)}) on {len(hosts)} "
+            f"({environ['SLURM_STEP_NODELIST']} in SLURM_STEP_NODELIST)"
         )
     return counts.on_node(node)
 

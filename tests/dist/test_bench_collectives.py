@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -75,3 +76,21 @@ def test_one_backend_is_shown_without_a_comparison(capsys: pytest.CaptureFixture
     assert "/" not in shown
     print_json(plan, 2, rows)
     assert json.loads(capsys.readouterr().out)["rows"][0]["ratio"] == 1
+
+
+def test_ctrl_c_is_no_success() -> None:
+    """Nor does it leave ranks behind, which end with the command whatever becomes of it."""
+    command = [sys.executable, "-m", "aioengine.cli", *COMMAND, "--sizes", ",".join(["16M"] * 40)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as bench:
+        assert bench.stderr is not None
+        for line in bench.stderr:
+            if "Using ['gloo'] all-reduce" in line and "library" in line:
+                break
+        os.killpg(bench.pid, signal.SIGINT)
+        rest = bench.stderr.read()
+        assert bench.wait(30) == 130, rest
+    assert "Traceback" not in rest
+    assert "SIGINT" in rest

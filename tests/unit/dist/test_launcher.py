@@ -250,6 +250,7 @@ def test_hints_override_the_rendezvous_of_a_step() -> None:
     ("change", "message"),
     [
         ({"SLURM_PROCID": "3"}, "SLURM_PROCID 3 does not fit the 3 tasks"),
+        ({"SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS must be at least 1, found 0"),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID must be a number, found 'x'"),
         ({"SLURM_NTASKS": "", "SLURM_STEP_NUM_TASKS": ""}, "SLURM_STEP_NUM_TASKS must be a number"),
         ({"SLURM_LOCALID": "-1"}, "SLURM_LOCALID must be a number"),
@@ -259,8 +260,8 @@ def test_hints_override_the_rendezvous_of_a_step() -> None:
         ({"SLURM_STEP_NODELIST": "n[1-"}, r"SLURM_STEP_NODELIST: .*'n\[1-' at position 3"),
         ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST: .* at position 1"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"SLURM_STEP_TASKS_PER_NODE: .*'2\(x' at position"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "tells of 4 tasks on 2 nodes, .* has 3 on 2"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "3"}, "tells of 3 tasks on 1 nodes, .* has 3 on 2"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "tells of 4 tasks on 2 nodes, .* has 3 .*on 2"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3"}, "tells of 3 tasks on 1 nodes, .* has 3 .*on 2"),
         ({"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID must be a number"),
         ({"SLURM_STEP_ID": "batch"}, "SLURM_STEP_ID must be a number"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT must be between 1 and 65535"),
