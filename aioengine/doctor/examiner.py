@@ -6,12 +6,14 @@ the others are still examined.
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Final
 
 from aioengine.config import EngineConfig
+from aioengine.control.watch import kill_if_here
 from aioengine.doctor.examination import Examination
 from aioengine.doctor.guests import NUM_EXCHANGES, Guests
 from aioengine.doctor.links import ALL_PAIRS_UP_TO, partners
@@ -26,7 +28,7 @@ from aioengine.doctor.messages import (
     Timing,
 )
 from aioengine.layout import Axis, ParallelLayout
-from aioengine.messages import Endpoint
+from aioengine.messages import Endpoint, RankInfo
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Examiner:
 
     def __init__(self, config: EngineConfig, layout: ParallelLayout) -> None:
         self._limit_s = config.startup_timeout_seconds
+        self._kill_frozen = config.kill_frozen
         self._layout = layout
         self._began = time.monotonic()
         self._end = self._began + self._limit_s + AFTER_GATHERING_S
@@ -81,7 +84,13 @@ class Examiner:
         return self._found
 
     async def dismiss(self, exit_status: int) -> None:
-        await self.guests.dismiss(exit_status, GOODBYE_LIMIT_S)
+        """A process of this host that is frozen, so that it does not hear the verdict, is killed as
+        in a real launch: whoever started it waits for it."""
+        for guest in await self.guests.dismiss(exit_status, GOODBYE_LIMIT_S):
+            if guest.person.silent_in and self._kill_frozen:
+                facts = guest.facts
+                info = RankInfo(facts.rank, facts.coords, facts.host, facts.pid)
+                kill_if_here(info, socket.gethostname())
 
     async def _gather(self) -> None:
         found = self._found

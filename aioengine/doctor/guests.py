@@ -213,8 +213,11 @@ class Guests:
             if guest.is_able and not self._found.interrupted:
                 guest.person.silent_in = where
 
-    async def dismiss(self, exit_status: int, limit_s: float) -> None:
-        """Tell everybody the verdict, and wait until they have read it and left."""
+    async def dismiss(self, exit_status: int, limit_s: float) -> list[Guest]:
+        """Tell everybody the verdict, and wait until they have read it and left.
+
+        Returns those that did not.
+        """
         self._is_dismissed = True
         for link in list(self._links):
             link.send(Verdict(exit_status))
@@ -224,5 +227,8 @@ class Guests:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            for link in self._links:
+            staying = [guest for guest in self._links.values() if guest is not None]
+            for link in list(self._links):
                 link.close()
+            return staying
+        return []

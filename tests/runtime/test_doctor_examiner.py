@@ -206,6 +206,25 @@ async def test_a_rank_that_falls_silent_is_left_out(ignored: list[type], where: 
     assert found.unmeasured == ["ranks 0 to 1: rank 1 no longer answers"]
 
 
+@pytest.mark.parametrize("kill_frozen", [True, False])
+async def test_a_frozen_process_of_this_host_is_not_left_behind(
+    kill_frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever started it would wait for it. One that has read the verdict ends by itself."""
+    killed: list[int] = []
+    monkeypatch.setattr(examiner, "kill_if_here", lambda info, host: killed.append(info.pid))
+    monkeypatch.setattr(examiner, "GOODBYE_LIMIT_S", 0.1)
+    config = msgspec.structs.replace(CONFIG, kill_frozen=kill_frozen)
+    frozen = FakePatient(1, ignore=[Ping, Verdict], config=config, pid=4321)
+    subject = Examiner(config, LAYOUT)
+    for patient in (FakePatient(0, config=config), frozen):
+        subject.guests.welcome(patient.far_end, patient.facts.rank)
+        patient.come()
+    await subject.examine()
+    await subject.dismiss(1)
+    assert killed == ([4321] if kill_frozen else [])
+
+
 async def test_a_process_that_stops_in_its_groups_is_told_from_a_hanging_device_thread() -> None:
     stopped, hanging = FakePatient(0, ignore=[Measure]), FakePatient(1, ignore=[Measure])
 
