@@ -53,3 +53,10 @@ class RpcTimeoutError(EngineError):
 
 class RequestFailedError(EngineError):
     """One request ended with an error that concerns it alone, or its replica is gone."""
+
+
+def innermost(error: Exception) -> Exception:
+    """The first exception inside nested groups."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -21,7 +21,7 @@ from aioengine.config import EngineConfig
 from aioengine.control.signals import Signals
 from aioengine.core.stages import check_fits_model
 from aioengine.dist.launcher import choose_interface, report_to_launcher
-from aioengine.errors import EngineError, StartupError
+from aioengine.errors import EngineError, StartupError, innermost
 from aioengine.flags import build_parser, parse_config
 from aioengine.model_config import ModelConfig
 from aioengine.rank.place import Place, set_up_logging
@@ -95,13 +95,6 @@ async def run_rank(place: Place, model: ModelConfig, source: ModelSource) -> int
             code = EXIT_OWN_FAILURE
         report_to_launcher(place.env, str(error))
         return code
-
-
-def innermost(error: Exception) -> Exception:
-    """The first exception inside nested groups."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from aioengine.errors import (
     HandshakeError,
     StartupError,
     StartupTimeoutError,
+    innermost,
 )
 from aioengine.rank.place import Place
 
@@ -69,7 +70,7 @@ async def visit(place: Place, environ: Mapping[str, str], conclude: Conclude) ->
         reason = visitor.interrupted_by or silence
         raise EngineError(f"rank {place.rank}: {reason}") from None
     except ExceptionGroup as group:
-        raise _innermost(group) from None
+        raise innermost(group) from None
 
 
 class Visitor:
@@ -234,9 +235,3 @@ class Visitor:
         await ask(leave_note, store, record.attempt, Note(facts, reason))
         deadline = time.monotonic() + limit_s + AFTER_GATHERING_S
         return await ask(wait_news, store, record.attempt, place.rank, raw, deadline)
-
-
-def _innermost(error: Exception) -> Exception:
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
