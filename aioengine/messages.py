@@ -15,7 +15,7 @@ PREV: Final = -1
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChoiceParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one choice of one request asks for. The front end has resolved every default.
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `logprobs` is the number of top
@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="add"):
     request_id: str
     token_ids: tuple[int, ...]
-    params: SamplingParams
+    params: ChoiceParams
     priority: int = 0
     """Lower runs earlier."""
     cache_salt: str = ""
@@ -206,7 +206,7 @@ LeaderEvent = StepReport | ReplicaReady | ReplicaFailed | DrainRequested | Heart
 
 
 class SlotParams(msgspec.Struct, frozen=True, array_like=True):
-    """The part of SamplingParams that the device needs."""
+    """The part of ChoiceParams that the device needs."""
 
     temperature: float
     top_k: int

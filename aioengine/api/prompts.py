@@ -15,7 +15,7 @@ from aioengine.frontend.front_end import UnavailableError
 from aioengine.frontend.records import ChoiceSpec, Generation
 from aioengine.frontend.template import TemplateError
 from aioengine.frontend.text import ServedModel
-from aioengine.messages import SamplingParams
+from aioengine.messages import ChoiceParams
 from aioengine.model_config import DefaultSampling
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def _choice_spec(
     model: ServedModel,
     body: SamplingBody,
     prompt_ids: tuple[int, ...],
-    params: SamplingParams,
+    params: ChoiceParams,
     stop: tuple[str, ...],
 ) -> ChoiceSpec:
     include_stop = bool(body.include_stop_str_in_output)
@@ -188,7 +188,7 @@ def _check_prompt(
     return max_model_len - len(prompt_ids)
 
 
-def _of_choice(first: SamplingParams, choice_index: int) -> SamplingParams:
+def _of_choice(first: ChoiceParams, choice_index: int) -> ChoiceParams:
     """For another choice of the same prompt, which shares the prompt's log probabilities."""
     return msgspec.structs.replace(first, choice_index=choice_index, prompt_logprobs=None)
 
@@ -201,7 +201,7 @@ def _sampling_params(
     stop_token_ids: tuple[int, ...],
     logprobs: int | None,
     logit_bias: tuple[tuple[int, float], ...],
-) -> SamplingParams:
+) -> ChoiceParams:
     """Of the first choice of a prompt."""
     temperature = 1.0 if body.temperature is None else body.temperature
     repetition_penalty = 1.0 if body.repetition_penalty is None else body.repetition_penalty
@@ -211,7 +211,7 @@ def _sampling_params(
             f"min_tokens is {min_tokens}, but at most {max_tokens} tokens will be generated",
             "min_tokens",
         )
-    return SamplingParams(
+    return ChoiceParams(
         max_tokens=max_tokens,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_k=max(body.top_k or 0, 0),

@@ -19,13 +19,13 @@ from aioengine.messages import (
     Heartbeat,
     RankInfo,
     RequestDelta,
-    SamplingParams,
+    ChoiceParams,
     Shutdown,
 )
 
 
 def spec(prompt: str = "abc", stop: tuple[str, ...] = (), **fields: Any) -> ChoiceSpec:
-    params = SamplingParams(max_tokens=50)
+    params = ChoiceParams(max_tokens=50)
     return ChoiceSpec(
         prompt_ids=ids(prompt), params=params, detokenizer=detokenizer(*stop), **fields
     )

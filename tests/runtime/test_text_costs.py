@@ -16,7 +16,7 @@ from aioengine.api.outputs import collect
 from aioengine.api.schema import SamplingBody
 from aioengine.frontend.detokenizer import IncrementalDetokenizer
 from aioengine.frontend.records import ChoiceSpec
-from aioengine.messages import SamplingParams
+from aioengine.messages import ChoiceParams
 
 NUM_TOKENS = 3000
 
@@ -51,7 +51,7 @@ async def test_the_pieces_of_an_answer_are_joined_once() -> None:
     await settle()
     Counted.num_copied = 0
     for is_slow in (False, True):
-        params = SamplingParams(max_tokens=NUM_TOKENS)
+        params = ChoiceParams(max_tokens=NUM_TOKENS)
         spec = ChoiceSpec(prompt_ids=(1,), params=params, detokenizer=CountedText(TOKENIZER))
         async with front_end.generate([spec]) as generation:
             added = (await leader.added(1 + is_slow))[-1]

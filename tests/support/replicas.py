@@ -21,7 +21,7 @@ from aioengine.messages import (
     LeaderEvent,
     RankInfo,
     RequestDelta,
-    SamplingParams,
+    ChoiceParams,
     Shutdown,
     StepReport,
 )
@@ -63,7 +63,7 @@ def watch_of(
 def request(
     request_id: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5, **params: Any
 ) -> AddRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    sampling = ChoiceParams(max_tokens=max_tokens, **params)
     return AddRequest(request_id=request_id, token_ids=prompt, params=sampling)
 
 

@@ -16,7 +16,7 @@ from aioengine.messages import (
     AddRequest,
     RequestDelta,
     Sampled,
-    SamplingParams,
+    ChoiceParams,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -100,7 +100,7 @@ class Replica:
         **penalties: float,
     ) -> Key:
         seed = len(self.clients)
-        params = SamplingParams(
+        params = ChoiceParams(
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             min_tokens=min_tokens,
