@@ -70,7 +70,10 @@ class AsyncEngine:
         self._thread.start()
         try:
             await self._call(self._host.wait_ready)
-        except BaseException:
+        except (EngineError, ValueError):
+            await self._thread.wait_gone()
+            raise
+        except BaseException:  # the caller's own: the other ranks see this one's connections close
             self._thread.cancel()
             raise
         return self

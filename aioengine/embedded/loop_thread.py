@@ -29,7 +29,8 @@ class LoopThread:
         self._loop = uvloop.new_event_loop()
         self._task: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._lock = threading.Lock()
+        # Re-entrant: the garbage collector may run a finalizer that calls `tell` under it.
+        self._lock = threading.RLock()
         self._is_open = True
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._gone: concurrent.futures.Future[None] = concurrent.futures.Future()
