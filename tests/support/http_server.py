@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from support.fake_leaders import FakeLeader, front_end_with_leaders
+from support.fake_leaders import NO_WALLTIME, FakeLeader, front_end_with_leaders
 from support.mailbox import LIMIT_S, settle
 from support.tiny_model import ids, served_model
 
 from aioengine.api.app import HttpServer
 from aioengine.api.context import Api
 from aioengine.config import EngineConfig
+from aioengine.control.walltime import Walltime
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.text import TextPool
 from aioengine.layout import ParallelLayout
@@ -98,11 +99,15 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    *, states: Sequence[str] = ("ready",), has_model: bool = True, **settings: Any
+    *,
+    states: Sequence[str] = ("ready",),
+    has_model: bool = True,
+    walltime: Walltime = NO_WALLTIME,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
     """`states` of the replicas: starting, ready or failed."""
     limit = settings.pop("max_concurrent_requests", 200)
-    front_end, leaders = front_end_with_leaders(len(states), limit)
+    front_end, leaders = front_end_with_leaders(len(states), limit, walltime=walltime)
     for leader, state in zip(leaders, states, strict=True):
         if state == "ready":
             leader.ready()
