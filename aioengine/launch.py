@@ -58,6 +58,11 @@ def leave(code: int) -> NoReturn:
 def prepare(config: EngineConfig) -> tuple[Place, ModelConfig, ModelSource]:
     """Everything that can be wrong without meeting another rank. Raises ValueError."""
     place = Place.find(config, os.environ)
+    if place.walltime.until_drain_s == 0:
+        raise ValueError(
+            f"--walltime-margin {config.walltime_margin:g}: nothing would be served; "
+            f"{place.walltime.cause}"
+        )
     source = resolve_model(config.model, place.startup.left_s)
     if source.hub_id is not None:  # with its commit, so that ranks of different ones are refused
         pinned = msgspec.structs.replace(config, model=str(source.hub_id))

@@ -69,8 +69,10 @@ class HttpService:
             walltime.cancel()
 
     async def _watch_walltime(self) -> None:
-        """Begin a drain when the job is about to end."""
+        """Begin a drain when the job is about to end; not before ready, when other ranks might take
+        the end of this one for a failure."""
         walltime = self._place.walltime
+        await self._front_end.started.wait()
         while (until_drain_s := walltime.until_drain_s) is not None:
             if until_drain_s == 0:
                 log.info("%s, so a drain begins (--walltime-margin)", walltime.cause)
