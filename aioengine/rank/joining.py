@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from aioengine.config import EngineConfig
 from aioengine.control.bootstrap import (
     Bootstrap,
     KeyValueStore,
@@ -15,7 +16,9 @@ from aioengine.control.channel import Link, MemoryLink
 from aioengine.control.deadline import VERDICT_GRACE_S
 from aioengine.dist.rendezvous import open_launcher_store
 from aioengine.errors import StartupTimeoutError
+from aioengine.limits import max_frame_bytes
 from aioengine.messages import Endpoint, Member, RankInfo, Roster
+from aioengine.model_config import ModelConfig
 from aioengine.rank.place import Place
 
 
@@ -36,7 +39,7 @@ def front_end_name(rank: int) -> str:
     return f"rank{rank}"
 
 
-async def join_launch(place: Place, max_frame_bytes: int) -> Links:
+async def join_launch(place: Place, model: ModelConfig) -> Links:
     """Meet every rank of the launch and open this one's links.
 
     Raises StartupError or StartupTimeoutError that names the ranks that are missing or differ.
@@ -51,7 +54,7 @@ async def join_launch(place: Place, max_frame_bytes: int) -> Links:
             num_ranks=env.world_size,
             job_secret=env.job_secret,
             address=place.address,
-            max_frame_bytes=max_frame_bytes,
+            max_frame_bytes=_max_frame_bytes(place.config, model),
             deadline=place.startup,
         )
 
@@ -64,6 +67,15 @@ async def join_launch(place: Place, max_frame_bytes: int) -> Links:
             return await _connect(bootstrap, place, roster)
         finally:
             bootstrap.close()
+
+
+def _max_frame_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    return max_frame_bytes(
+        max_model_len=config.max_model_len or model.max_position,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_slots=config.num_slots,
+        block_size=config.block_size,
+    )
 
 
 async def _open_store(place: Place) -> KeyValueStore:
