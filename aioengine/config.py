@@ -202,7 +202,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _meta(
             "limits",
             "Seconds before the end of a Slurm job (SLURM_JOB_END_TIME) at which a drain begins by "
-            "itself. 0: only signals begin one.",
+            "itself; answers get all but the last 5 of them. 0: only signals begin one.",
             ge=0,
         ),
     ] = 60.0

@@ -99,9 +99,8 @@ class HttpService:
     def _begin_drain(self) -> float:
         """Returns the seconds that requests in flight get."""
         front_end, signals = self._front_end, self._signals
-        limit_s = signals.drain_limit_s
-        if signals.is_for_walltime:
-            limit_s = self._place.walltime.left_s or limit_s
+        left_s = self._place.walltime.left_s if signals.is_for_walltime else None
+        limit_s = signals.drain_limit_s if left_s is None else left_s
         front_end.begin_drain(for_walltime=signals.is_for_walltime)
         log.info(
             "draining: %d requests in flight get %.0f s%s",

@@ -24,7 +24,11 @@ JOB_S = 600
 
 
 @pytest.mark.parametrize(
-    ("number", "is_requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)]
+    ("number", "is_requeued"),
+    [
+        (signal.SIGUSR1, True),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.layouts),
+    ],
 )
 async def test_a_job_serves_drains_and_goes_back_to_the_queue(
     tmp_path: Path, number: signal.Signals, is_requeued: bool
