@@ -48,3 +48,6 @@ class Walltime:
         if self._end is None:
             return "walltime: the job is about to end"
         return f"walltime: the job ends at {time.strftime('%H:%M:%S', time.localtime(self._end))}"
+
+
+NO_END: Final = Walltime(None, 0.0)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final
 
+from aioengine.errors import EngineError, RankLostError, ReplicaFailedError
 from aioengine.messages import Heartbeat, JobFailed, RankInfo
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,11 @@ class Failure:
     cause: str
     rank: int | None = None
 
+    def in_flight_error(self, me: int) -> EngineError:
+        """What calls get that were in flight on rank `me`; later ones get ReplicaFailedError."""
+        is_others = self.rank is not None and self.rank != me
+        return RankLostError(self.cause) if is_others else ReplicaFailedError(self.cause)
+
 
 def kill_if_here(info: RankInfo, host: str) -> None:
     """SIGKILL for a frozen rank, if it is one of this host."""
@@ -44,6 +50,8 @@ class Heartbeats:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._last_heard: dict[Hashable, float] = {}
+        self._is_on = asyncio.Event()
+        self._is_on.set()
 
     def heard(self, key: Hashable) -> None:
         """A sign of life; from the first one on (or `run`) the key is watched."""
@@ -52,6 +60,13 @@ class Heartbeats:
     def forget(self, key: Hashable) -> None:
         self._last_heard.pop(key, None)
 
+    def pause(self) -> None:
+        """From now on nothing is sent and silence means nothing."""
+        self._is_on.clear()
+
+    def resume(self) -> None:
+        self._is_on.set()
+
     async def run(
         self, send_beats: Callable[[], None], on_silent: Callable[[Hashable], None]
     ) -> None:
@@ -59,9 +74,14 @@ class Heartbeats:
         interval_s = self._limit_s / BEATS_PER_LIMIT
         self._excuse()
         while True:
+            if not self._is_on.is_set():
+                await self._is_on.wait()
+                self._excuse()
             before = time.monotonic()
             send_beats()
             await asyncio.sleep(interval_s)
+            if not self._is_on.is_set():
+                continue
             now = time.monotonic()
             late_s = now - before - interval_s
             if late_s > interval_s:
@@ -137,6 +157,13 @@ class Watch:
         for rank in self.others.keys() - self._departed:
             self._beats.heard(rank)
         await self._beats.run(send_beats, self._declare_frozen)
+
+    def pause(self) -> None:
+        """Only closed connections count as loss, until `resume`."""
+        self._beats.pause()
+
+    def resume(self) -> None:
+        self._beats.resume()
 
     def kill(self, rank: int) -> None:
         """End a rank of this host that does not answer, unless `--no-kill-frozen`."""

@@ -10,7 +10,7 @@ from typing import Self
 
 from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.control.deadline import Deadline, process_age_s
-from aioengine.control.walltime import Walltime
+from aioengine.control.walltime import NO_END, Walltime
 from aioengine.dist.launcher import own_address, read_environment
 from aioengine.dist.launcher_env import LauncherEnv
 from aioengine.layout import ParallelLayout
@@ -27,7 +27,7 @@ class Place:
     address: str
     startup: Deadline
     """`--startup-timeout-seconds`, from the start of the process; rank 0's once it is met."""
-    walltime: Walltime
+    walltime: Walltime = NO_END
 
     @classmethod
     def find(cls, config: EngineConfig, environ: Mapping[str, str]) -> Self:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 from aioengine.checkpoint.source import ModelSource
+from aioengine.control.deadline import wait_first
 from aioengine.control.signals import Signals
 from aioengine.control.watch import Failure, kill_if_here
 from aioengine.dist.launcher import report_to_launcher
@@ -18,7 +19,7 @@ from aioengine.model_config import ModelConfig
 from aioengine.rank.joining import Links, join_launch
 from aioengine.rank.place import Place
 from aioengine.rank.roles import new_engine, new_front_end, new_watch
-from aioengine.rank.serving import HttpService, wait_first
+from aioengine.rank.serving import HttpService
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from support.mailbox import Mailbox
 from support.replicas import info
 
 from aioengine.control.channel import Link, MemoryLink
-from aioengine.control.walltime import Walltime
+from aioengine.control.walltime import NO_END, Walltime
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.messages import (
     Abort,
@@ -23,8 +23,6 @@ from aioengine.messages import (
     StepReport,
     TokenLogprobs,
 )
-
-NO_WALLTIME = Walltime(None, 0.0)
 
 
 class FakeLeader(Mailbox):
@@ -74,7 +72,7 @@ def front_end_with_leaders(
     max_concurrent_requests: int = 100,
     heartbeat_seconds: float = 5.0,
     frozen: list[RankInfo] | None = None,
-    walltime: Walltime = NO_WALLTIME,
+    walltime: Walltime = NO_END,
 ) -> tuple[FrontEnd, list[FakeLeader]]:
     """Started; no replica is ready."""
     links: list[tuple[Link, RankInfo]] = []

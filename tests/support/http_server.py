@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from support.fake_leaders import NO_WALLTIME, FakeLeader, front_end_with_leaders
+from support.fake_leaders import FakeLeader, front_end_with_leaders
 from support.mailbox import LIMIT_S, settle
 from support.tiny_model import ids, served_model
 
 from aioengine.api.app import HttpServer
 from aioengine.api.context import Api
 from aioengine.config import EngineConfig
-from aioengine.control.walltime import Walltime
+from aioengine.control.walltime import NO_END, Walltime
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.text import TextPool
 from aioengine.layout import ParallelLayout
@@ -102,7 +102,7 @@ async def serving(
     *,
     states: Sequence[str] = ("ready",),
     has_model: bool = True,
-    walltime: Walltime = NO_WALLTIME,
+    walltime: Walltime = NO_END,
     **settings: Any,
 ) -> AsyncIterator[Served]:
     """`states` of the replicas: starting, ready or failed."""
