@@ -197,6 +197,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: Annotated[
         float, _meta("limits", "Seconds that SIGTERM gives to requests in flight.", ge=0)
     ] = 25.0
+    walltime_margin: Annotated[
+        float,
+        _meta(
+            "limits",
+            "Seconds before the end of a Slurm job (SLURM_JOB_END_TIME) at which a drain begins by "
+            "itself; answers get all but the last 5 of them. 0: only signals begin one.",
+            ge=0,
+        ),
+    ] = 60.0
     kill_frozen: Annotated[
         bool, _meta("limits", "Kill a rank of one's own host that was declared frozen.")
     ] = True
@@ -209,7 +218,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     endpoint_file: (
         Annotated[
             str,
-            _meta("api", "File that gets the server's URL once it listens (removed at the end)."),
+            _meta(
+                "api",
+                "File that gets the server's URL once it listens, with this host's name for "
+                "--host 0.0.0.0 (removed at the end).",
+            ),
         ]
         | None
     ) = None

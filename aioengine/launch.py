@@ -54,7 +54,13 @@ def leave(code: int) -> NoReturn:
 
 def prepare(config: EngineConfig) -> tuple[Place, ModelConfig, ModelSource]:
     """Everything that can be wrong without meeting another rank. Raises ValueError."""
-    place, model, source = find_model(Place.find(config, os.environ))
+    place = Place.find(config, os.environ)
+    if place.walltime.until_drain_s == 0:
+        raise ValueError(
+            f"--walltime-margin {config.walltime_margin:g}: nothing would be served; "
+            f"{place.walltime.cause}"
+        )
+    place, model, source = find_model(place)
     set_up_logging(place)
     choose_interface(place.address)
     setproctitle.setproctitle(place.title)

@@ -186,9 +186,11 @@ class ReplicaFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class DrainRequested(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
-    """A rank got SIGTERM. Travels peer -> leader -> front end, which drains the launch."""
+    """A rank got a signal. Travels peer -> leader -> front end, which drains the launch."""
 
     rank: int
+    for_walltime: bool = False
+    """The job is about to end: answers get the time that is left until then."""
 
 
 class CallEnded(msgspec.Struct, frozen=True, array_like=True, tag="call_ended"):

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ALWAYS_OPEN = frozenset({"/livez", "/readyz", "/health"})
+ANY_ADDRESS = frozenset({"0.0.0.0", "::"})
 ADMIN = frozenset({"/collective_rpc", "/reset_prefix_cache"})
 CLOSE_GRACE_S = 2.0
 """For handlers that are still writing when the server closes."""
@@ -144,7 +146,8 @@ class HttpServer:
         )
 
     async def open(self) -> str:
-        """Listen and return the URL. Raises StartupError that names the flag."""
+        """Listen and return the URL, with this host's name if every interface serves. Raises
+        StartupError that names the flag."""
         config = self._api.config
         await self._runner.setup()
         site = web.TCPSite(self._runner, config.host, self.port, backlog=1024)
@@ -155,7 +158,8 @@ class HttpServer:
                 f"cannot serve HTTP on --host {config.host} --port {self.port}: {error}"
             ) from None
         port = self._runner.addresses[0][1]
-        host = f"[{config.host}]" if ":" in config.host else config.host
+        host = socket.gethostname() if config.host in ANY_ADDRESS else config.host
+        host = f"[{host}]" if ":" in host else host
         url = f"http://{host}:{port}{config.root_path}"
         if self._endpoint_file is not None:
             try:

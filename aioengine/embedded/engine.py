@@ -17,6 +17,7 @@ import msgspec
 
 from aioengine.config import EngineConfig
 from aioengine.control.deadline import Deadline
+from aioengine.control.walltime import NO_END
 from aioengine.embedded.host import EngineHost, OnFailure
 from aioengine.embedded.loop_thread import LoopEndedError, LoopThread
 from aioengine.embedded.requests import Requests
@@ -64,7 +65,8 @@ class AsyncEngine:
     async def __aenter__(self) -> Self:
         place = Place.find(self._config, os.environ)
         startup = Deadline(self._config.startup_timeout_seconds)  # the program may be old
-        self._place = dataclasses.replace(place, startup=startup)
+        # When to stop before the end of a job is the trainer's decision.
+        self._place = dataclasses.replace(place, startup=startup, walltime=NO_END)
         self._host = EngineHost(self._place, self._on_failure)
         self._thread = LoopThread(self._host.live, "aioengine")
         self._thread.start()

@@ -175,7 +175,7 @@ class Leader:
                 assert_never(news)
 
     def request_drain(self, request: DrainRequested) -> None:
-        """A rank of this replica got SIGTERM: the front ends drain the launch."""
+        """A rank of this replica got a signal: the front ends drain the launch."""
         for link in self._front_ends.values():
             link.send(request)
 

@@ -94,7 +94,7 @@ class Peer:
         return self.ready.is_set()
 
     def request_drain(self, request: DrainRequested) -> None:
-        """This rank got SIGTERM: the front ends drain the launch."""
+        """This rank got a signal: the front ends drain the launch."""
         self._link.send(request)
 
     # --- from the leader

@@ -78,7 +78,7 @@ def resolve_choices(
         )
         for choice_index in range(n):
             params = first if choice_index == 0 else _of_choice(first, choice_index)
-            specs.append(_choice_spec(model, fields, shared_ids, params, stop))
+            specs.append(_choice_spec(model, fields, shared_ids, params, stop, max_tokens))
     return specs
 
 
@@ -88,6 +88,7 @@ def _choice_spec(
     prompt_ids: tuple[int, ...],
     params: ChoiceParams,
     stop: tuple[str, ...],
+    asked_tokens: int | None,
 ) -> ChoiceSpec:
     include_stop = bool(fields.include_stop_str_in_output)
     return ChoiceSpec(
@@ -100,6 +101,7 @@ def _choice_spec(
             skip_special_tokens=fields.skip_special_tokens is not False,
             min_tokens=params.min_tokens,
         ),
+        asked_tokens=asked_tokens,
         eos_token_ids=() if fields.ignore_eos else model.eos_token_ids,
         include_stop=include_stop,
         priority=fields.priority or 0,

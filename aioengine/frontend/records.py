@@ -20,6 +20,8 @@ class ChoiceSpec:
     prompt_ids: tuple[int, ...]
     params: ChoiceParams
     detokenizer: IncrementalDetokenizer
+    asked_tokens: int | None = None
+    """The client's own max_tokens; without, nobody knows how long the answer will be."""
     eos_token_ids: tuple[int, ...] = ()
     """Stop tokens that are no `stop_reason`."""
     include_stop: bool = False

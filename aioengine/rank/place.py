@@ -10,6 +10,7 @@ from typing import Self
 
 from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.control.deadline import Deadline, process_age_s
+from aioengine.control.walltime import NO_END, Walltime
 from aioengine.dist.launcher import own_address, read_environment
 from aioengine.dist.launcher_env import LauncherEnv
 from aioengine.layout import ParallelLayout
@@ -26,6 +27,7 @@ class Place:
     address: str
     startup: Deadline
     """`--startup-timeout-seconds`, from the start of the process; rank 0's once it is met."""
+    walltime: Walltime = NO_END
 
     @classmethod
     def find(cls, config: EngineConfig, environ: Mapping[str, str]) -> Self:
@@ -39,7 +41,8 @@ class Place:
             dp_size=config.data_parallel_size,
         )
         startup = Deadline(config.startup_timeout_seconds, process_age_s())
-        return cls(config, env, layout, own_address(env, config.host_ip), startup)
+        walltime = Walltime(env.job_end, config.walltime_margin)
+        return cls(config, env, layout, own_address(env, config.host_ip), startup, walltime)
 
     @property
     def rank(self) -> int:

@@ -51,11 +51,12 @@ class Rank:
         self._front_end: FrontEnd | None = None
 
     def on_drain_signal(self, life: "asyncio.Task[int]") -> None:
-        """SIGTERM: before ready the rank just ends, later the front ends drain the launch."""
+        """Before ready the rank just ends, later the front ends drain the launch."""
         if self._engine is None or not self._engine.is_ready:
             life.cancel()
         else:
-            self._engine.request_drain(DrainRequested(self._place.rank))
+            request = DrainRequested(self._place.rank, self._signals.is_for_walltime)
+            self._engine.request_drain(request)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback raised: whoever waits for what it should have done would wait for ever."""

@@ -70,6 +70,7 @@ def new_front_end(place: Place, links: Links, on_frozen: Callable[[RankInfo], No
         front_end_name(place.rank),
         list(zip(links.replicas, leaders, strict=True)),
         max_concurrent_requests=place.config.max_concurrent_requests,
+        walltime=place.walltime,
         heartbeat_seconds=place.config.heartbeat_seconds,
         on_frozen=on_frozen,
     )

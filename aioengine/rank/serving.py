@@ -55,6 +55,7 @@ class HttpService:
             limit = tasks.create_task(
                 front_end.limit_start(place.startup), name="limit of the start-up"
             )
+            walltime = tasks.create_task(self._watch_walltime(), name="walltime")
             try:
                 url = await server.open()
                 log.info("HTTP at %s (answers 503 until ready)", url)
@@ -66,6 +67,20 @@ class HttpService:
             await front_end.shut_down()
             beats.cancel()
             limit.cancel()
+            walltime.cancel()
+
+    async def _watch_walltime(self) -> None:
+        """Begin a drain when the job is about to end; not before ready, when other ranks might take
+        the end of this one for a failure."""
+        walltime = self._place.walltime
+        await self._front_end.started.wait()
+        while (until_drain_s := walltime.until_drain_s) is not None:
+            if until_drain_s == 0:
+                log.info("%s, so a drain begins (--walltime-margin)", walltime.cause)
+                self._signals.request_drain(for_walltime=True)
+                return
+            log.info("%s; a drain begins %.0f s from now", walltime.cause, until_drain_s)
+            await asyncio.sleep(until_drain_s)
 
     async def _until_over(self, url: str, model_name: str) -> None:
         signals, front_end = self._signals, self._front_end
@@ -75,12 +90,23 @@ class HttpService:
         await wait_first(front_end.all_failed, front_end.drain_requested, signals.first)
         if front_end.all_failed.is_set():
             return
-        signals.request_drain()
-        front_end.begin_drain()
-        log.info("draining: %d requests in flight", front_end.num_live)
-        await wait_first(
-            front_end.idle, front_end.all_failed, signals.second, limit_s=signals.drain_limit_s
-        )
+        signals.request_drain(for_walltime=front_end.drain_is_for_walltime)
+        limit_s = self._begin_drain()
+        await wait_first(front_end.idle, front_end.all_failed, signals.second, limit_s=limit_s)
         if front_end.num_live:
             log.warning("the time for draining is over: %d requests cut off", front_end.num_live)
-        front_end.end_streams("the server is shutting down")
+        front_end.end_streams(front_end.drain_cause or "the server is shutting down")
+
+    def _begin_drain(self) -> float:
+        """Returns the seconds that requests in flight get."""
+        front_end, signals = self._front_end, self._signals
+        left_s = self._place.walltime.left_s if signals.is_for_walltime else None
+        limit_s = signals.drain_limit_s if left_s is None else left_s
+        front_end.begin_drain(for_walltime=signals.is_for_walltime)
+        log.info(
+            "draining: %d requests in flight get %.0f s%s",
+            front_end.num_live,
+            limit_s,
+            f" ({front_end.drain_cause})" if front_end.drain_cause else "",
+        )
+        return limit_s

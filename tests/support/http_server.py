@@ -16,6 +16,7 @@ from support.tiny_model import ids, served_model
 from aioengine.api.app import HttpServer
 from aioengine.api.context import Api
 from aioengine.config import EngineConfig
+from aioengine.control.walltime import NO_END, Walltime
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.text import TextPool
 from aioengine.layout import ParallelLayout
@@ -98,11 +99,15 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    *, states: Sequence[str] = ("ready",), has_model: bool = True, **settings: Any
+    *,
+    states: Sequence[str] = ("ready",),
+    has_model: bool = True,
+    walltime: Walltime = NO_END,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
     """`states` of the replicas: starting, ready or failed."""
     limit = settings.pop("max_concurrent_requests", 200)
-    front_end, leaders = front_end_with_leaders(len(states), limit)
+    front_end, leaders = front_end_with_leaders(len(states), limit, walltime=walltime)
     for leader, state in zip(leaders, states, strict=True):
         if state == "ready":
             leader.ready()
