@@ -65,11 +65,25 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
-    """`last_seq` is the last completed job, `doing` what the device thread is in (front ends: 0
-    and nothing)."""
+    """A rank lives, and what its device thread is in. Those of front ends say nothing more."""
 
     last_seq: int = 0
+    """The last completed job."""
     doing: str = ""
+    """The job."""
+    operation: str = ""
+    """What moves data or waits for it inside the job, if anything."""
+    doing_s: float = 0.0
+    """How long the job has taken so far, or the thread has been idle."""
+    step: int = 0
+    """The plan that is computed; 0 outside of steps."""
+    num_unanswered: int = 0
+    """Beats for which a device thread without work has not answered a probe."""
+
+    @property
+    def where(self) -> str:
+        """Such as "step 812, all_reduce of tp:0 [ranks 2, 3]"."""
+        return f"{self.doing}, {self.operation}" if self.operation else self.doing
 
 
 class RemoteCall(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
@@ -378,6 +392,15 @@ PeerEvent = (
     | RemoteReply
     | RemoteFailed
 )
+
+
+# --- what a rank is in: answers of its trace thread ----------------------------------------------
+
+
+class ThreadStack(msgspec.Struct, frozen=True, array_like=True):
+    thread: str
+    stack: str
+    """As a traceback shows it, outermost call first."""
 
 
 # --- handshake and bootstrap --------------------------------------------------------------------

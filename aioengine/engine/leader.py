@@ -11,6 +11,7 @@ from typing import Any, assert_never
 from aioengine.config import EngineConfig
 from aioengine.control.channel import Link
 from aioengine.control.deadline import Deadline
+from aioengine.control.loss import explain_loss
 from aioengine.control.watch import Failure, Heartbeats, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker
 from aioengine.engine.executor import Executor, StepDone, StepFailed
@@ -171,6 +172,9 @@ class Leader:
         self._inbox.put_nowait(FromFrontEnd(source, command))
 
     def _on_front_end_closed(self, source: str, reason: str) -> None:
+        explain_loss(self._carriers[source], reason, partial(self._on_front_end_lost, source))
+
+    def _on_front_end_lost(self, source: str, reason: str) -> None:
         self._inbox.put_nowait(FrontEndLost(source, reason))
 
     # --- life
@@ -253,22 +257,17 @@ class Leader:
     def _beat(self) -> None:
         self._executor.send_heartbeats()
         limit_s = self._config.step_timeout_seconds
-        if self._executor.oldest_step_age_s() > limit_s:
-            self._watch.fail(
-                f"step {self._executor.last_seq + 1} of the replica led by {self._watch.me} did "
-                f"not end within --step-timeout-seconds {limit_s:g}",
-                None if self._watch.others else self._watch.me.rank,
-            )
+        if (step := self._executor.late_step(limit_s)) is not None:
+            self._watch.fail_step(step, limit_s)
 
     def _beat_front_ends(self) -> None:
-        beat = self._executor.beat()
         for link in self._front_ends.values():
-            link.send(beat)
+            link.send(self._executor.last_beat)
 
     def _on_front_end_silent(self, source: Hashable) -> None:
         assert isinstance(source, str)
         limit = f"--heartbeat-seconds {self._config.heartbeat_seconds:g}"
-        self._on_front_end_closed(source, f"silent for more than {limit}")
+        self._on_front_end_lost(source, f"silent for more than {limit}")
 
     # --- step loop
 

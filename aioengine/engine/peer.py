@@ -9,6 +9,7 @@ from aioengine.control.channel import Link
 from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
+from aioengine.engine.pulse import Pulse
 from aioengine.messages import (
     CallReply,
     DeviceCall,
@@ -46,6 +47,7 @@ class Peer:
         self._link = link
         self._device = device
         self._worker = worker
+        self._pulse = Pulse(device, worker.activity)
         self._startup = startup
         self._next_seq = 1
         self._last_done = 0
@@ -183,6 +185,4 @@ class Peer:
         except TimeoutError:
             self._blame_silent_leader()
             return
-        await self._watch.run_heartbeats(
-            lambda: self._link.send(Heartbeat(self._last_done, self._worker.doing))
-        )
+        await self._watch.run_heartbeats(lambda: self._link.send(self._pulse.beat(self._last_done)))

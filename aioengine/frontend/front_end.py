@@ -11,6 +11,7 @@ from typing import Any, Literal, assert_never
 
 from aioengine.control.channel import Link
 from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
+from aioengine.control.loss import explain_loss
 from aioengine.control.watch import Heartbeats
 from aioengine.errors import EngineError, ReplicaFailedError
 from aioengine.frontend.metrics import EngineMetrics
@@ -275,7 +276,11 @@ class FrontEnd:
                 assert_never(event)
 
     def _on_closed(self, replica: Replica, reason: str) -> None:
-        self._on_failed(replica, f"{replica.leader}: {reason} (killed, crashed or unreachable)")
+        explain_loss(
+            replica.leader,
+            reason,
+            lambda what: self._on_failed(replica, f"{replica.leader}: {what}"),
+        )
 
     def _on_failed(self, replica: Replica, cause: str) -> None:
         if replica.failed_cause is not None:
