@@ -11,6 +11,8 @@ from aioengine.messages import ThreadStack
 MAX_FRAMES: Final = 100
 """Of one thread, innermost: a recursion may be deep."""
 MAX_THREADS: Final = 200
+MAX_STACK_CHARS: Final = 2**15
+"""Of one thread: source lines may be long."""
 
 
 def stacks_of_threads() -> tuple[ThreadStack, ...]:
@@ -20,7 +22,7 @@ def stacks_of_threads() -> tuple[ThreadStack, ...]:
     stacks = [
         ThreadStack(
             names.get(ident, f"thread {ident}"),
-            "".join(traceback.format_stack(frame, MAX_FRAMES)),
+            "".join(traceback.format_stack(frame, MAX_FRAMES))[-MAX_STACK_CHARS:],
         )
         for ident, frame in list(frames.items())[:MAX_THREADS]
     ]

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Pulse:
-    """Makes one rank's heartbeats. Loop thread only.
+    """Makes one rank's heartbeats. Loop thread only, but for `look`.
 
     A device thread without work gets a probe with every beat: a task that does nothing. It is not
     part of the replica's sequence, so that it needs nothing from other ranks; each rank probes
@@ -41,6 +41,10 @@ class Pulse:
         elif not self._device.num_unfinished:
             self._is_probing = True
             self._device.submit(_nothing, self._on_answer)
+        return self.look(last_seq)
+
+    def look(self, last_seq: int) -> Heartbeat:
+        """The same without a probe. Any thread."""
         activity = self._activity
         return Heartbeat(
             last_seq,

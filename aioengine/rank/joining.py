@@ -24,6 +24,8 @@ class Links:
     """This rank's control links, by what is at the other end."""
 
     roster: Roster
+    key: bytes
+    """Of this attempt of the launch."""
     peers: dict[int, Link] = field(default_factory=dict)
     front_ends: dict[str, tuple[Link, RankInfo]] = field(default_factory=dict)
     leader: Link | None = None
@@ -36,8 +38,9 @@ def front_end_name(rank: int) -> str:
     return f"rank{rank}"
 
 
-async def join_launch(place: Place, max_frame_bytes: int) -> Links:
-    """Meet every rank of the launch and open this one's links.
+async def join_launch(place: Place, max_frame_bytes: int, trace: Endpoint) -> Links:
+    """Meet every rank of the launch and open this one's links. `trace` is where this rank answers
+    traces.
 
     Raises StartupError or StartupTimeoutError that names the ranks that are missing or differ.
     """
@@ -57,7 +60,9 @@ async def join_launch(place: Place, max_frame_bytes: int) -> Links:
 
         def entry(endpoint: Endpoint | None) -> Member:
             encoded = msgspec.json.encode(config)
-            return Member(info=place.info, node=env.node, endpoint=endpoint, config=encoded)
+            return Member(
+                info=place.info, node=env.node, endpoint=endpoint, config=encoded, trace=trace
+            )
 
         try:
             roster = await bootstrap.join(store, entry, _seats(place))
@@ -88,7 +93,7 @@ def _seats(place: Place) -> list[Seat]:
 
 async def _connect(bootstrap: Bootstrap, place: Place, roster: Roster) -> Links:
     """Dial the leaders that this rank talks to, and wait for those that dial it."""
-    links = Links(roster)
+    links = Links(roster, bootstrap.key)
     if not place.is_leader:
         links.leader = await bootstrap.dial(roster.members[place.leader_rank], "peer")
         return links

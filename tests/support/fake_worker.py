@@ -29,11 +29,12 @@ class FakeWorker:
     """Implements `engine.device.DeviceWorker`. Methods run on the device thread.
 
     `gate` holds steps back while it is clear; `entered` tells the loop that a step has begun.
-    `on_execute` and `on_call` may raise.
+    `on_execute` and `on_call` may raise. `operation` is what steps are shown to be in.
     """
 
     def __init__(self, *, is_output: bool, rank: int = 0) -> None:
         self.activity = Activity()
+        self.operation: str | None = None
         self.rank = rank
         self.is_output = is_output
         self.seqs: list[int] = []
@@ -55,6 +56,7 @@ class FakeWorker:
     def execute(self, seq: int, plan: StepPlan) -> StepResult | None:
         assert seq in self.prepared
         with self.activity.within(f"step {seq}", seq):
+            self.activity.operation = self.operation
             return self._execute(seq, plan)
 
     def _execute(self, seq: int, plan: StepPlan) -> StepResult | None:
