@@ -6,24 +6,22 @@ thread that may be stuck in a collective.
 """
 
 import asyncio
-import dataclasses
 import logging
 import os
 import sys
 from typing import NoReturn
 
-import msgspec
 import setproctitle
 import uvloop
 
-from aioengine.checkpoint.source import ModelSource, read_model_config, resolve_model
+from aioengine.checkpoint.source import ModelSource
 from aioengine.config import EngineConfig
 from aioengine.control.signals import Signals
-from aioengine.core.stages import check_fits_model
 from aioengine.dist.launcher import choose_interface, report_to_launcher
 from aioengine.errors import EngineError, StartupError, innermost
 from aioengine.flags import build_parser, parse_config
 from aioengine.model_config import ModelConfig
+from aioengine.rank.model_files import find_model
 from aioengine.rank.place import Place, set_up_logging
 from aioengine.rank.rank import (
     EXIT_LOST_PEER,
@@ -32,7 +30,6 @@ from aioengine.rank.rank import (
     EXIT_STARTUP,
     Rank,
 )
-from aioengine.worker.loading import check_checkpoint
 
 log = logging.getLogger("aioengine.launch")
 
@@ -57,14 +54,7 @@ def leave(code: int) -> NoReturn:
 
 def prepare(config: EngineConfig) -> tuple[Place, ModelConfig, ModelSource]:
     """Everything that can be wrong without meeting another rank. Raises ValueError."""
-    place = Place.find(config, os.environ)
-    source = resolve_model(config.model, place.startup.left_s)
-    if source.hub_id is not None:  # with its commit, so that ranks of different ones are refused
-        pinned = msgspec.structs.replace(config, model=str(source.hub_id))
-        place = dataclasses.replace(place, config=pinned)
-    model = read_model_config(source)
-    check_fits_model(config, model)
-    check_checkpoint(source, model)
+    place, model, source = find_model(Place.find(config, os.environ))
     set_up_logging(place)
     choose_interface(place.address)
     setproctitle.setproctitle(place.title)

@@ -13,8 +13,9 @@ from aioengine.api import admin, status, tokens
 from aioengine.api.chat import chat_completions
 from aioengine.api.completions import completions
 from aioengine.api.context import API, Api
-from aioengine.api.errors import ApiError
+from aioengine.api.errors import ApiError, invalid
 from aioengine.errors import StartupError
+from aioengine.frontend.sampling import InvalidFieldError
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -59,6 +60,8 @@ async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResp
         return await handler(request)
     except ApiError as error:
         return error.response()
+    except InvalidFieldError as error:
+        return invalid(str(error), error.field, error.code).response()
     except web.HTTPException as error:
         shaped = ApiError(error.status, _http_message(request, error)).response()
         if isinstance(error, web.HTTPMethodNotAllowed):

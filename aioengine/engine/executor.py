@@ -159,6 +159,10 @@ class Executor:
         finally:
             self._remote.forget(seq)
 
+    def look(self) -> Heartbeat:
+        """What this rank's device thread is in. Any thread."""
+        return self._pulse.look(self._last_own_seq)
+
     def send_heartbeats(self) -> None:
         self.last_beat = self._pulse.beat(self._last_own_seq)
         self._watch.noted(self.last_beat)

@@ -90,6 +90,7 @@ class Leader:
         self._watch = watch
         self._device = device
         self._worker = worker
+        self.activity = worker.activity
         self._address = address
         self._startup = startup
         self._front_ends = {source: link for source, (link, _) in front_ends.items()}
@@ -139,6 +140,15 @@ class Leader:
         """A rank of this replica got SIGTERM: the front ends drain the launch."""
         for link in self._front_ends.values():
             link.send(request)
+
+    @property
+    def load(self) -> LoadStats:
+        """As it was published last. Any thread."""
+        return self._last_stats
+
+    def look(self) -> Heartbeat:
+        """What this rank's device thread is in. Any thread."""
+        return self._executor.look()
 
     async def collective_rpc(
         self,

@@ -47,6 +47,7 @@ class Peer:
         self._link = link
         self._device = device
         self._worker = worker
+        self.activity = worker.activity
         self._pulse = Pulse(device, worker.activity)
         self._startup = startup
         self._next_seq = 1
@@ -84,6 +85,10 @@ class Peer:
     def is_ready(self) -> bool:
         """The leader's heartbeats say so."""
         return self._armed.is_set()
+
+    def look(self) -> Heartbeat:
+        """What this rank's device thread is in. Any thread."""
+        return self._pulse.look(self._last_done)
 
     def request_drain(self, request: DrainRequested) -> None:
         """This rank got SIGTERM: the front ends drain the launch."""

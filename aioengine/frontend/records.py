@@ -10,7 +10,7 @@ from types import TracebackType
 from aioengine.errors import RequestFailedError
 from aioengine.frontend.detokenizer import IncrementalDetokenizer
 from aioengine.frontend.metrics import Metrics
-from aioengine.messages import FinishReason, RequestDelta, ChoiceParams, TokenLogprobs
+from aioengine.messages import ChoiceParams, FinishReason, RequestDelta, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,13 @@ import time
 
 from aioengine.api.app import HttpServer
 from aioengine.api.context import Api
-from aioengine.checkpoint.source import ModelSource, resolve_tokenizer
+from aioengine.checkpoint.source import ModelSource
 from aioengine.control.signals import Signals
-from aioengine.errors import StartupError
 from aioengine.frontend.front_end import FrontEnd
-from aioengine.frontend.text import ServedModel, TextPool, load_served_model
+from aioengine.frontend.text import TextPool
+from aioengine.frontend.tracer import Tracer
 from aioengine.model_config import ModelConfig
+from aioengine.rank.model_files import load_text
 from aioengine.rank.place import Place
 
 log = logging.getLogger(__name__)
@@ -25,12 +26,14 @@ class HttpService:
         self,
         place: Place,
         front_end: FrontEnd,
+        tracer: Tracer,
         signals: Signals,
         model: ModelConfig,
         source: ModelSource,
     ) -> None:
         self._place = place
         self._front_end = front_end
+        self._tracer = tracer
         self._signals = signals
         self._model = model
         self._source = source
@@ -43,6 +46,7 @@ class HttpService:
             config=place.config,
             layout=place.layout,
             front_end=front_end,
+            tracer=self._tracer,
             text=self._text,
             started_at=int(time.time()),
             seeds=random.Random(place.config.seed),
@@ -57,7 +61,7 @@ class HttpService:
             try:
                 url = await server.open()
                 log.info("HTTP at %s (answers 503 until ready)", url)
-                api.model = await self._load_text()
+                api.model = await load_text(place, self._model, self._source, self._text)
                 front_end.start()
                 await self._until_over(url, api.model.name)
             finally:
@@ -65,22 +69,6 @@ class HttpService:
             await front_end.shut_down()
             beats.cancel()
             limit.cancel()
-
-    async def _load_text(self) -> ServedModel:
-        config = self._place.config
-        try:
-            tokenizer = await self._text.run(
-                resolve_tokenizer, config.tokenizer, self._source, self._place.startup.left_s
-            )
-            return await self._text.run(
-                load_served_model,
-                self._model,
-                tokenizer,
-                name=config.served_model_name,
-                template_file=config.chat_template,
-            )
-        except ValueError as error:
-            raise StartupError(str(error)) from None
 
     async def _until_over(self, url: str, model_name: str) -> None:
         signals, front_end = self._signals, self._front_end

@@ -9,7 +9,7 @@ import pytest
 from support.http_server import CHAT, COMPLETIONS, MESSAGES, PROMPT, Answer, Served, serving
 from support.tiny_model import EOS_ID, MODEL_NAME, ids
 
-from aioengine.messages import FinishReason, ChoiceParams
+from aioengine.messages import ChoiceParams, FinishReason
 from aioengine.model_config import DefaultSampling
 
 CHAT_PROMPT = "<user>hello\n<assistant>"

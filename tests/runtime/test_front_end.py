@@ -15,11 +15,11 @@ from aioengine.frontend.records import ChoiceSpec, Generation, Update
 from aioengine.messages import (
     Abort,
     AddRequest,
+    ChoiceParams,
     DrainRequested,
     Heartbeat,
     RankInfo,
     RequestDelta,
-    ChoiceParams,
     Shutdown,
 )
 

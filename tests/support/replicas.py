@@ -18,10 +18,10 @@ from aioengine.engine.leader import Leader
 from aioengine.engine.peer import Peer
 from aioengine.messages import (
     AddRequest,
+    ChoiceParams,
     LeaderEvent,
     RankInfo,
     RequestDelta,
-    ChoiceParams,
     Shutdown,
     StepReport,
 )

@@ -14,9 +14,9 @@ from aioengine.core.request import Key
 from aioengine.core.scheduler import Scheduler
 from aioengine.messages import (
     AddRequest,
+    ChoiceParams,
     RequestDelta,
     Sampled,
-    ChoiceParams,
     StepPlan,
     StepResult,
     TokenLogprobs,

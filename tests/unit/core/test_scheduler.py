@@ -7,8 +7,8 @@ from aioengine.core.scheduler import Scheduler
 from aioengine.messages import (
     PREV,
     AddRequest,
-    Sampled,
     ChoiceParams,
+    Sampled,
     StepPlan,
     StepResult,
     TokenLogprobs,
