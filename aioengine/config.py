@@ -228,8 +228,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             str,
             _meta(
                 "api",
-                "Bearer token of /collective_rpc and /reset_prefix_cache; without it they are "
-                "refused.",
+                "Bearer token of /collective_rpc, /reset_prefix_cache and /trace; without it they "
+                "are refused.",
                 min_length=1,
             ),
         ]

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Final
 
 from aioengine.control.stacks import format_stacks, stacks_of_threads
-from aioengine.messages import LoopBlock
+from aioengine.trace_messages import LoopBlock
 
 log = logging.getLogger(__name__)
 

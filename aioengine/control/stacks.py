@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Final
 
-from aioengine.messages import ThreadStack
+from aioengine.trace_messages import ThreadStack
 
 MAX_FRAMES: Final = 100
 """Of one thread, innermost: a recursion may be deep."""

@@ -21,16 +21,8 @@ from aioengine.limits import (
     MAX_HANDSHAKE_FRAME_BYTES,
     MAX_TRACE_QUESTION_BYTES,
 )
-from aioengine.messages import (
-    AskStacks,
-    AskState,
-    Endpoint,
-    RankStacks,
-    RankState,
-    Refused,
-    TraceQuestion,
-    Welcome,
-)
+from aioengine.messages import Endpoint, Refused, Welcome
+from aioengine.trace_messages import AskStacks, AskState, RankStacks, RankState, TraceQuestion
 
 log = logging.getLogger(__name__)
 

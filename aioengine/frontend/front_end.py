@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +55,9 @@ class Replica:
     leader: RankInfo
     ready: ReplicaReady | None = None
     failed_cause: str | None = None
+    beat: Heartbeat | None = None
+    """The leader's last one."""
+    beat_at: float = 0.0
     calls: ReplicaCalls = field(init=False)
     stats: LoadStats = field(default_factory=LoadStats)
     live: dict[str, tuple[Choice, Generation]] = field(default_factory=dict)
@@ -271,7 +275,7 @@ class FrontEnd:
             case CallEnded():
                 replica.calls.on_ended(event)
             case Heartbeat():
-                pass  # its arrival is what counts
+                replica.beat, replica.beat_at = event, time.monotonic()
             case _:
                 assert_never(event)
 

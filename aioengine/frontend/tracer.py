@@ -9,7 +9,8 @@ import msgspec
 from aioengine.control.handshake import dial
 from aioengine.errors import HandshakeError
 from aioengine.limits import MAX_TRACE_ANSWER_BYTES
-from aioengine.messages import Member, TraceAnswer, TraceQuestion
+from aioengine.messages import Member
+from aioengine.trace_messages import TraceAnswer, TraceQuestion
 
 ANSWER_S: Final = 3.0
 decode_answer = msgspec.msgpack.Decoder(TraceAnswer).decode

@@ -10,7 +10,7 @@ from aioengine.control.watch import Watch
 from aioengine.engine.device import DeviceThread
 from aioengine.engine.leader import Leader
 from aioengine.engine.peer import Peer
-from aioengine.messages import HeardBeat, RankState
+from aioengine.trace_messages import HeardBeat, RankState
 
 
 class TraceSubject:
