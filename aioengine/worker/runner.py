@@ -252,7 +252,7 @@ class Worker:
             self._store,
             GroupOptions(
                 device=self.device,
-                timeout_s=config.distributed_timeout_seconds or config.step_timeout_seconds,
+                timeout_s=config.group_timeout_s,
                 node=self._node,
                 num_local_ranks=self._local_world_size,
                 custom_all_reduce=not config.disable_custom_all_reduce,
