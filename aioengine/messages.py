@@ -64,6 +64,10 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Orderly end: front end to leader, leader to peers. The receiver ends with status 0."""
 
 
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+    """This side closes in order: the end of the connection is no failure."""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """A rank lives, and what its device thread is in. Those of front ends say nothing more."""
 
@@ -193,6 +197,8 @@ class ReplicaFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The first failure of the replica, as the line that every rank logs."""
 
     cause: str
+    rank: int | None = None
+    """The one to blame, if it is one."""
 
 
 class DrainRequested(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
@@ -207,13 +213,18 @@ class CallEnded(msgspec.Struct, frozen=True, array_like=True, tag="call_ended"):
     call_id: int
     value: bytes = b""
     """msgpack."""
-    error: str = ""
-    """Empty when there was none; `error_type` then names the exception (of the method, if it was
-    the method that raised)."""
     error_type: str = ""
+    """Empty when there was no error: then the name of an EngineError, or of what the method
+    raised."""
+    message: str = ""
+    where: str = ""
+    """Rank and method, where a method raised."""
+    traceback: str = ""
 
 
-LeaderEvent = StepReport | ReplicaReady | ReplicaFailed | DrainRequested | Heartbeat | CallEnded
+LeaderEvent = (
+    StepReport | ReplicaReady | ReplicaFailed | DrainRequested | Heartbeat | CallEnded | Goodbye
+)
 
 
 # --- leader -> peers: one sequence of plans and device calls ----------------------------------
@@ -314,7 +325,20 @@ class Ordered(msgspec.Struct, frozen=True, array_like=True, tag="ordered"):
     job: Job
 
 
-PeerCommand = Ordered | Heartbeat | ReplicaFailed | Shutdown
+class PhaseBegan(msgspec.Struct, frozen=True, array_like=True, tag="phase_began"):
+    """Every rank has entered: the engine may compute until PhaseEnded (engines inside a trainer's
+    ranks; phases are counted from 1)."""
+
+    phase: int
+
+
+class PhaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="phase_ended"):
+    """The leader has left; no job follows before the next phase."""
+
+    phase: int
+
+
+PeerCommand = Ordered | Heartbeat | ReplicaFailed | Shutdown | PhaseBegan | PhaseEnded
 
 
 # --- peers -> leader ---------------------------------------------------------------------------
@@ -378,16 +402,20 @@ class JobFailed(msgspec.Struct, frozen=True, array_like=True, tag="job_failed"):
     traceback: str
 
 
-class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """This side closes in order: the end of the connection is no failure."""
+class PhaseEntered(msgspec.Struct, frozen=True, array_like=True, tag="phase_entered"):
+    """This rank's program is ready for the phase."""
+
+    phase: int
 
 
 PeerEvent = (
     StepResult
     | CallReply
     | JobFailed
+    | ReplicaFailed
     | Heartbeat
     | DrainRequested
+    | PhaseEntered
     | Goodbye
     | RemoteReply
     | RemoteFailed

@@ -16,9 +16,11 @@ MAX_STACK_CHARS: Final = 2**15
 
 
 def stacks_of_threads() -> tuple[ThreadStack, ...]:
-    """The main thread first, then by name. Threads that Python has not started have no name."""
+    """The main thread first, then by name; not the thread that asks. Threads that Python has not
+    started have no name."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
+    del frames[threading.get_ident()]
     stacks = [
         ThreadStack(
             names.get(ident, f"thread {ident}"),

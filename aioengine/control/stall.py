@@ -36,12 +36,12 @@ def find_stall(step: int, signs: Mapping[RankInfo, Sign | None], silent_after_s:
     behind = {info: sign for info, sign in signs.items() if sign is None or _is_in(step, sign.beat)}
     silent = [info for info, sign in behind.items() if sign is None or sign.age_s > silent_after_s]
     busy = [info for info, sign in behind.items() if sign is not None and not sign.beat.operation]
-    states = [
-        f"{info if info in behind else f'rank {info.rank}'} is "
-        + ("silent" if sign is None else f"in {sign}")
-        for info, sign in signs.items()
-    ]
-    return Stall("; ".join(states), silent or busy, silent)
+    suspects = silent or busy
+    texts = []
+    for info, sign in signs.items():
+        who = f"rank {info.rank}" if suspects or info not in behind else str(info)
+        texts.append(f"{who} is " + ("silent" if sign is None else f"in {sign}"))
+    return Stall("; ".join(texts), suspects, silent)
 
 
 def _is_in(step: int, beat: Heartbeat) -> bool:

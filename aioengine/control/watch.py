@@ -35,8 +35,14 @@ class Failure:
 
     cause: str
     rank: int | None = None
-    kind: type[EngineError] = ReplicaFailedError
-    """What the calls in flight end with."""
+    is_late_step: bool = False
+
+    def in_flight_error(self, me: int) -> EngineError:
+        """What calls get that were in flight on rank `me`; later ones get ReplicaFailedError."""
+        if self.is_late_step:
+            return StepTimeoutError(self.cause)
+        is_others = self.rank is not None and self.rank != me
+        return RankLostError(self.cause) if is_others else ReplicaFailedError(self.cause)
 
 
 def kill_if_here(info: RankInfo, host: str) -> None:
@@ -55,15 +61,8 @@ class Heartbeats:
         """When the last interval was discarded: nothing before it counts against anybody."""
         self._limit_s = limit_s
         self._last_heard: dict[Hashable, float] = {}
-        self._is_paused = False
-
-    def pause(self) -> None:
-        """Beats go on; silence does not count until `resume`."""
-        self._is_paused = True
-
-    def resume(self) -> None:
-        self._is_paused = False
-        self._excuse()
+        self._is_on = asyncio.Event()
+        self._is_on.set()
 
     def heard(self, key: Hashable) -> None:
         """A sign of life; from the first one on (or `run`) the key is watched."""
@@ -72,6 +71,13 @@ class Heartbeats:
     def forget(self, key: Hashable) -> None:
         self._last_heard.pop(key, None)
 
+    def pause(self) -> None:
+        """From now on nothing is sent and silence means nothing."""
+        self._is_on.clear()
+
+    def resume(self) -> None:
+        self._is_on.set()
+
     async def run(
         self, send_beats: Callable[[], None], on_silent: Callable[[Hashable], None]
     ) -> None:
@@ -79,13 +85,16 @@ class Heartbeats:
         interval_s = self.interval_s
         self._excuse()
         while True:
+            if not self._is_on.is_set():
+                await self._is_on.wait()
+                self._excuse()
             before = time.monotonic()
             send_beats()
             await asyncio.sleep(interval_s)
+            if not self._is_on.is_set():
+                continue
             now = time.monotonic()
             late_s = now - before - interval_s
-            if self._is_paused:
-                continue
             if late_s > interval_s:
                 log.warning("this loop was %.1f s late; that is not held against others", late_s)
                 self._excuse()
@@ -117,7 +126,6 @@ class Watch:
         self._limit_s = heartbeat_seconds
         self._kill_frozen = kill_frozen
         self._beats = Heartbeats(heartbeat_seconds)
-        self._is_paused = False
         self.failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
         self._signs: dict[int, tuple[Heartbeat, float]] = {}
         """Of every rank that has beaten, this one too: its last beat and when it came."""
@@ -147,9 +155,7 @@ class Watch:
         """Told of at once, or a moment later when the kernel knows more."""
         if rank not in self._departed:
             info = self.others[rank]
-            explain_loss(
-                info, reason, lambda what: self.fail(f"{info}: {what}", rank, RankLostError)
-            )
+            explain_loss(info, reason, lambda what: self.fail(f"{info}: {what}", rank))
 
     def job_failed(self, rank: int, failed: JobFailed, patience: float = 1.0) -> None:
         """A job raised on `rank` (this rank or another). Blamed after `patience` graces."""
@@ -161,14 +167,9 @@ class Watch:
             loop = asyncio.get_running_loop()
             self._blame_timer = loop.call_later(delay, self.fail, cause, rank)
 
-    def fail(
-        self,
-        cause: str,
-        rank: int | None = None,
-        kind: type[EngineError] = ReplicaFailedError,
-    ) -> None:
+    def fail(self, cause: str, rank: int | None = None, *, is_late_step: bool = False) -> None:
         if not self.failed.done():
-            self.failed.set_result(Failure(cause, rank, kind))
+            self.failed.set_result(Failure(cause, rank, is_late_step))
 
     # --- steps
 
@@ -189,7 +190,7 @@ class Watch:
         if stall.suspects:
             cause = f"{', '.join(map(str, stall.suspects))}: {cause}"
         rank = stall.suspects[0].rank if len(stall.suspects) == 1 else None
-        self.fail(cause, rank, StepTimeoutError)
+        self.fail(cause, rank, is_late_step=True)
         for info in stall.silent:
             if info is not self.me:
                 self.kill(info.rank)
@@ -205,20 +206,18 @@ class Watch:
 
     # --- heartbeats
 
-    def pause(self) -> None:
-        """From now on only closed connections count as loss, until `resume`."""
-        self._is_paused = True
-        self._beats.pause()
-
-    def resume(self) -> None:
-        self._is_paused = False
-        self._beats.resume()
-
     async def run_heartbeats(self, send_beats: Callable[[], None]) -> None:
         """Send and check beats until cancelled. Started once the replica is ready."""
         for rank in self.others.keys() - self._departed:
             self._beats.heard(rank)
         await self._beats.run(send_beats, self._declare_frozen)
+
+    def pause(self) -> None:
+        """Only closed connections count as loss, until `resume`."""
+        self._beats.pause()
+
+    def resume(self) -> None:
+        self._beats.resume()
 
     def kill(self, rank: int) -> None:
         """End a rank of this host that does not answer, unless `--no-kill-frozen`."""
@@ -231,7 +230,7 @@ class Watch:
         sign = self.signs()[info]
         seen = f"; it was last in {sign.beat.where}, job {sign.beat.last_seq} done" if sign else ""
         limit = f"--heartbeat-seconds {self._limit_s:g}"
-        self.fail(f"{info}: silent for more than {limit}{seen}", rank, RankLostError)
+        self.fail(f"{info}: silent for more than {limit}{seen}", rank)
         self.kill(rank)
 
     def _note(self, info: RankInfo, beat: Heartbeat) -> None:
@@ -239,11 +238,10 @@ class Watch:
         self._signs[info.rank] = (beat, now)
         if beat.doing != IDLE and not beat.step:
             self._in_call_at = now
-        if beat.num_unanswered >= MAX_UNANSWERED_BEATS and not self._is_paused:
+        if beat.num_unanswered >= MAX_UNANSWERED_BEATS:
             limit = f"--heartbeat-seconds {self._limit_s:g}"
             self.fail(
                 f"{info}: its device thread has nothing to do and has not answered for {limit}; "
                 f"it is in {beat.where}, job {beat.last_seq} done; its log has the stacks",
                 info.rank,
-                ReplicaFailedError if info is self.me else RankLostError,
             )

@@ -109,6 +109,20 @@ class GroupOptions:
     """Shows what the device thread is in."""
 
 
+def has_world() -> bool:
+    """Whether somebody, a trainer, has initialised torch.distributed in this process."""
+    return dist.is_initialized()
+
+
+def open_groups(
+    layout: ParallelLayout, rank: int, store: dist.Store | None, options: GroupOptions
+) -> Groups:
+    """The groups of `rank`, in a trainer's world where there is one, else in its replica's own."""
+    if has_world():
+        return open_world_groups(layout, rank, store, options, is_mixture=False)
+    return open_replica_groups(layout, rank, store, options)
+
+
 def open_replica_groups(
     layout: ParallelLayout, rank: int, store: dist.Store | None, options: GroupOptions
 ) -> Groups:

@@ -26,7 +26,9 @@ from aioengine.messages import (
     Job,
     JobFailed,
     Ordered,
+    PeerCommand,
     PeerEvent,
+    PhaseEntered,
     RemoteCall,
     RemoteFailed,
     RemoteReply,
@@ -58,11 +60,15 @@ class _PendingCall:
     replies: dict[int, Any]
 
 
+RankNews = DrainRequested | PhaseEntered
+"""What a peer's program or launcher wants, beside the jobs."""
+
+
 class Executor:
     """Sends jobs to this rank's device thread and to the peers, and collects what comes back.
 
     `output_rank` is the one that samples: token history goes to no other. `on_step` gets every
-    finished step in plan order. Loop thread only.
+    finished step in plan order, `on_news` what else a peer says. Loop thread only.
     """
 
     def __init__(
@@ -73,7 +79,7 @@ class Executor:
         peers: dict[int, Link],
         output_rank: int,
         on_step: Callable[[StepDone | StepFailed], None],
-        on_drain: Callable[[DrainRequested], None],
+        on_news: Callable[[int, RankNews], None],
     ) -> None:
         self._watch = watch
         self._rank = watch.me.rank
@@ -82,7 +88,7 @@ class Executor:
         self._peers = peers
         self._output_rank = output_rank
         self._on_step = on_step
-        self._on_drain = on_drain
+        self._on_news = on_news
         self._pulse = Pulse(device, worker.activity)
         self.last_beat = Heartbeat()
         """What the peers were told last."""
@@ -166,8 +172,12 @@ class Executor:
     def send_heartbeats(self) -> None:
         self.last_beat = self._pulse.beat(self._last_own_seq)
         self._watch.noted(self.last_beat)
+        self.broadcast(self.last_beat)
+
+    def broadcast(self, message: PeerCommand) -> None:
+        """To every peer, behind the jobs that were sent before."""
         for link in self._peers.values():
-            link.send(self.last_beat)
+            link.send(message)
 
     def unanswered(self) -> tuple[str, list[int]]:
         """The oldest call that is not done, and the ranks that have not answered it."""
@@ -178,8 +188,7 @@ class Executor:
 
     async def shut_down(self, timeout_s: float) -> None:
         """Ask the peers to end and wait for their goodbyes."""
-        for link in self._peers.values():
-            link.send(Shutdown())
+        self.broadcast(Shutdown())
         if not self._waiting_for:
             return
         try:
@@ -192,10 +201,9 @@ class Executor:
             self._watch.fail(cause, late[0])
             raise ReplicaFailedError(cause) from None
 
-    async def announce_failure(self, cause: str) -> None:
+    async def announce_failure(self, failure: Failure) -> None:
         """Tell the peers that are left why the replica ends."""
-        for link in self._peers.values():
-            link.send(ReplicaFailed(cause))
+        self.broadcast(ReplicaFailed(failure.cause, failure.rank))
         for link in self._peers.values():
             await link.flush()
 
@@ -251,8 +259,10 @@ class Executor:
                 self._on_failed(rank, event)
             case Heartbeat():
                 self._watch.heard(rank, event)
-            case DrainRequested():
-                self._on_drain(event)
+            case ReplicaFailed(cause=cause):
+                self._watch.fail(cause, rank)
+            case DrainRequested() | PhaseEntered():
+                self._on_news(rank, event)
             case Goodbye():
                 self._watch.departed(rank)
                 self._waiting_for.discard(rank)

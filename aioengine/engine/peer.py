@@ -9,7 +9,9 @@ from aioengine.control.channel import Link
 from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
+from aioengine.engine.phases import PeerPhases
 from aioengine.engine.pulse import Pulse
+from aioengine.errors import EngineError
 from aioengine.messages import (
     CallReply,
     DeviceCall,
@@ -19,6 +21,8 @@ from aioengine.messages import (
     Job,
     Ordered,
     PeerCommand,
+    PhaseBegan,
+    PhaseEnded,
     RemoteCall,
     RemoteReply,
     ReplicaFailed,
@@ -53,7 +57,8 @@ class Peer:
         self._next_seq = 1
         self._last_done = 0
         self._ended = asyncio.Event()
-        self._armed = asyncio.Event()
+        self.phases = PeerPhases(watch, watch.others[leader_rank], link.send)
+        self.ready = asyncio.Event()
 
     async def run(self) -> Failure | None:
         """Work until Shutdown (None) or the replica's first failure."""
@@ -65,8 +70,13 @@ class Peer:
             beats.cancel()
         if not self._watch.failed.done():
             await self._close_worker()
+            leader = self._watch.others[self._leader_rank]
+            self.phases.end(EngineError(f"the engine has ended: its leader, {leader}, has left it"))
         if self._watch.failed.done():
-            return self._watch.failed.result()
+            failure = self._watch.failed.result()
+            if failure.rank == self._watch.me.rank:
+                self._link.send(ReplicaFailed(failure.cause))
+            return failure
         self._watch.departed(self._leader_rank)
         self._link.send(Goodbye())
         await self._link.flush()
@@ -84,7 +94,7 @@ class Peer:
     @property
     def is_ready(self) -> bool:
         """The leader's heartbeats say so."""
-        return self._armed.is_set()
+        return self.ready.is_set()
 
     def look(self) -> Heartbeat:
         """What this rank's device thread is in. Any thread."""
@@ -104,12 +114,17 @@ class Peer:
             case Ordered(seq=seq, job=job):
                 self._start_job(seq, job)
             case Heartbeat():
-                self._armed.set()  # a leader sends them once the replica is ready
+                self.ready.set()  # a leader sends them once the replica is ready
                 self._watch.heard(self._leader_rank, command)
-            case ReplicaFailed(cause=cause):
-                self._watch.fail(cause)
+            case ReplicaFailed(cause=cause, rank=rank):
+                self._watch.fail(cause, rank)
             case Shutdown():
                 self._ended.set()
+            case PhaseBegan():
+                self.phases.on_began(command)
+            case PhaseEnded():
+                self.phases.on_ending()
+                self._device.submit(lambda: None, lambda *_: self.phases.on_ended())
             case _:
                 assert_never(command)
 
@@ -186,7 +201,7 @@ class Peer:
     async def _beat_when_armed(self) -> None:
         try:
             async with self._startup.bound(VERDICT_GRACE_S):
-                await self._armed.wait()
+                await self.ready.wait()
         except TimeoutError:
             self._blame_silent_leader()
             return

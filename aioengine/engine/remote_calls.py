@@ -68,7 +68,7 @@ class RemoteCalls:
 
     def fail(self, failure: Failure) -> None:
         """The replica has failed: no more replies will come."""
-        error = failure.kind(failure.cause)
+        error = failure.in_flight_error(self._first)
         for pending in self._pending.values():
             if not pending.ended.done():
                 pending.ended.set_exception(error)

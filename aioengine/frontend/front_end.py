@@ -24,6 +24,7 @@ from aioengine.messages import (
     AddRequest,
     CallEnded,
     DrainRequested,
+    Goodbye,
     Heartbeat,
     LeaderEvent,
     LoadStats,
@@ -174,7 +175,7 @@ class FrontEnd:
     async def call_replicas(self, make_command: MakeCommand) -> list[Any]:
         """What every leader answers, in DP order; nobody is asked when a replica has failed.
 
-        Raises CallFailedError or ReplicaFailedError of the first replica that has one.
+        Raises the error of the first replica that has one, as `ReplicaCalls.call` does.
         """
         if self.causes:
             raise ReplicaFailedError("; ".join(self.causes))
@@ -274,6 +275,8 @@ class FrontEnd:
                 self.drain_requested.set()
             case CallEnded():
                 replica.calls.on_ended(event)
+            case Goodbye():
+                self._on_gone(replica, f"{replica.leader}: it has left")
             case Heartbeat():
                 replica.beat, replica.beat_at = event, time.monotonic()
             case _:
@@ -287,11 +290,13 @@ class FrontEnd:
         )
 
     def _on_failed(self, replica: Replica, cause: str) -> None:
-        if replica.failed_cause is not None:
-            return
+        if replica.failed_cause is None:
+            log.error("replica dp%d failed: %s", replica.dp_rank, cause)
+            self._on_gone(replica, cause)
+
+    def _on_gone(self, replica: Replica, cause: str) -> None:
         replica.failed_cause = cause
         self._beats.forget(replica.dp_rank)
-        log.error("replica dp%d failed: %s", replica.dp_rank, cause)
         self._fail_live(replica, cause)
         replica.calls.fail(cause)
         self.metrics.update(replica.dp_rank, _without_load(replica.stats))

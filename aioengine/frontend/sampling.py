@@ -1,6 +1,7 @@
 """What clients may ask for, with its bounds; `choices.py` resolves it against the model."""
 
-from typing import Annotated
+import math
+from typing import Annotated, Self
 
 import msgspec
 from msgspec import Meta
@@ -92,3 +93,17 @@ class SamplingParams(SamplingFields, kw_only=True):
     """
 
     logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
+
+    def checked(self) -> Self:
+        """A copy whose types and bounds hold: msgspec does not check what is constructed.
+
+        Raises InvalidFieldError.
+        """
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise InvalidFieldError(f"SamplingParams: {name} is {value}", name)
+        try:
+            return msgspec.json.decode(msgspec.json.encode(self), type=type(self))
+        except (msgspec.MsgspecError, TypeError) as error:
+            raise InvalidFieldError(f"SamplingParams: {error}") from None

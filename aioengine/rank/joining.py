@@ -38,6 +38,15 @@ class Links:
     replicas: list[Link] = field(default_factory=list)
     """The front end's links to all leaders, by dp rank."""
 
+    def close(self) -> None:
+        """For a process that goes on without the engine."""
+        front_ends = (link for link, _ in self.front_ends.values())
+        for link in (*self.peers.values(), *front_ends, *self.replicas):
+            link.close()
+        if self.leader is not None:
+            self.leader.close()
+        self.trace.close()
+
 
 def front_end_name(rank: int) -> str:
     """Unique in the launch: requests carry it in their ids."""

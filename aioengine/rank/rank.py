@@ -5,8 +5,11 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
+from aioengine.activity import IDLE
 from aioengine.checkpoint.source import ModelSource
+from aioengine.control.deadline import wait_first
 from aioengine.control.signals import Signals
+from aioengine.control.stacks import format_stacks, stacks_of_threads
 from aioengine.control.watch import Failure, kill_if_here
 from aioengine.dist.launcher import report_to_launcher
 from aioengine.engine.device import DeviceThread
@@ -19,7 +22,7 @@ from aioengine.model_config import ModelConfig
 from aioengine.rank.joining import Links, join_launch
 from aioengine.rank.place import Place
 from aioengine.rank.roles import new_engine, new_front_end, new_watch
-from aioengine.rank.serving import HttpService, wait_first
+from aioengine.rank.serving import HttpService
 from aioengine.rank.tracing import TraceSubject
 
 log = logging.getLogger(__name__)
@@ -116,6 +119,8 @@ class Rank:
         failure = await self._engine.run()
         if failure is not None:
             log.error("first failure: %s", failure.cause)
+            if failure.rank == place.rank and (doing := self._engine.look().where) != IDLE:
+                log.error("while in %s\n%s", doing, format_stacks(stacks_of_threads()))
             report_to_launcher(place.env, f"ended because of {failure.cause}")
             if self._front_end is not None and self._front_end.health != "failed":
                 self._signals.request_drain()  # the streams of other replicas may end

