@@ -91,12 +91,11 @@ async def run_rank(place: Place, model: ModelConfig, source: ModelSource) -> int
         error = innermost(caught)
         if isinstance(error, StartupError):
             log.error("%s", error)
-            code = EXIT_STARTUP
-        else:
-            log.error("this rank failed", exc_info=error)
-            code = EXIT_OWN_FAILURE
-        report_to_launcher(place.env, str(error))
-        return code
+            report_to_launcher(place.env, str(error))
+            return EXIT_STARTUP
+        log.error("this rank failed", exc_info=error)
+        rank.say_first_failure(f"{place.info}: {type(error).__name__}: {error}")
+        return EXIT_OWN_FAILURE
 
 
 if __name__ == "__main__":

@@ -89,6 +89,11 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
         """Such as "step 812, all_reduce of tp:0 [ranks 2, 3]"."""
         return f"{self.doing}, {self.operation}" if self.operation else self.doing
 
+    @property
+    def last_words(self) -> str:
+        """For the line about a rank that beats no more."""
+        return f"; it was last in {self.where}, job {self.last_seq} done"
+
 
 class RemoteCall(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
     """`collective_rpc`: run a method on every rank of the replica. What it raises is the caller's

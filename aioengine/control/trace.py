@@ -45,7 +45,9 @@ class TraceThread:
             ) from None
         self.endpoint = Endpoint(address, self._socket.getsockname()[1])
         """Where the front ends ask."""
-        self._own_loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_up = threading.Event()
+        self._own_loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
 
     def start(
@@ -67,9 +69,10 @@ class TraceThread:
 
     def close(self) -> None:
         """For a process that goes on without its rank."""
-        if self._own_loop is None:
+        if self._thread is None:
             self._socket.close()
             return
+        self._is_up.wait(CLOSE_S)
         self._own_loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_S)
 
@@ -78,6 +81,7 @@ class TraceThread:
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
         self._own_loop = asyncio.get_running_loop()
+        self._is_up.set()
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._connections: set[Connection] = set()

@@ -228,7 +228,7 @@ class Watch:
         assert isinstance(rank, int)
         info = self.others[rank]
         sign = self.signs()[info]
-        seen = f"; it was last in {sign.beat.where}, job {sign.beat.last_seq} done" if sign else ""
+        seen = sign.beat.last_words if sign is not None else ""
         limit = f"--heartbeat-seconds {self._limit_s:g}"
         self.fail(f"{info}: silent for more than {limit}{seen}", rank)
         self.kill(rank)

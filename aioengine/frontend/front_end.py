@@ -245,7 +245,8 @@ class FrontEnd:
         assert isinstance(dp_rank, int)
         replica = self.replicas[dp_rank]
         limit = f"--heartbeat-seconds {self._heartbeat_seconds:g}"
-        self._on_failed(replica, f"{replica.leader}: silent for more than {limit}")
+        seen = replica.beat.last_words if replica.beat is not None else ""
+        self._on_failed(replica, f"{replica.leader}: silent for more than {limit}{seen}")
         self._on_frozen(replica.leader)
 
     def _on_event(self, replica: Replica, event: LeaderEvent) -> None:

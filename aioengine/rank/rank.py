@@ -53,6 +53,7 @@ class Rank:
         self._leave = leave
         self._engine: Leader | Peer | None = None
         self._front_end: FrontEnd | None = None
+        self._has_failed = False
 
     def on_drain_signal(self, life: "asyncio.Task[int]") -> None:
         """SIGTERM: before ready the rank just ends, later the front ends drain the launch."""
@@ -65,8 +66,15 @@ class Rank:
         """A callback raised: whoever waits for what it should have done would wait for ever."""
         loop.default_exception_handler(context)
         if "handle" in context:
-            report_to_launcher(self._place.env, str(context["message"]))
+            self.say_first_failure(f"{self._place.info}: {context['message']}")
             self._leave(EXIT_OWN_FAILURE)
+
+    def say_first_failure(self, cause: str) -> None:
+        """One line in this rank's log, and the launcher's file; what comes later is no first."""
+        if not self._has_failed:
+            self._has_failed = True
+            log.error("first failure: %s", cause)
+            report_to_launcher(self._place.env, f"ended because of {cause}")
 
     async def live(self) -> int:
         """Until the end; returns the exit status. Raises StartupError and EngineError."""
@@ -118,10 +126,9 @@ class Rank:
         links.trace.start(loop, links.key, place.front_end_ranks, subject.describe)
         failure = await self._engine.run()
         if failure is not None:
-            log.error("first failure: %s", failure.cause)
+            self.say_first_failure(failure.cause)
             if failure.rank == place.rank and (doing := self._engine.look().where) != IDLE:
                 log.error("while in %s\n%s", doing, format_stacks(stacks_of_threads()))
-            report_to_launcher(place.env, f"ended because of {failure.cause}")
             if self._front_end is not None and self._front_end.health != "failed":
                 self._signals.request_drain()  # the streams of other replicas may end
         return failure

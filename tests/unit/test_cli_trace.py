@@ -1,11 +1,15 @@
 """What `aioengine trace` prints, and how it complains."""
 
 import argparse
+import http.server
 import io
+import socket
+import threading
 from typing import Any
 
 import pytest
 
+from aioengine.cli import trace_server
 from aioengine.cli.main import main
 from aioengine.cli.trace_server import fetch
 from aioengine.cli.trace_stacks import print_stacks
@@ -117,3 +121,35 @@ def test_a_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIOENGINE_ADMIN_API_KEY", raising=False)
     with pytest.raises(ValueError, match="--admin-api-key, or AIOENGINE_ADMIN_API_KEY"):
         fetch(argparse.Namespace(), "/trace/state")
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(403)
+        self.end_headers()
+        if self.path == "/trace/state":
+            self.wfile.write(b'{"error": {"message": "needs --admin-api-key"}}')
+
+    def log_message(self, *args: object) -> None: ...
+
+
+def test_what_the_server_says_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for what in ("state", "stacks"):
+            assert main(["trace", what, "--admin-api-key", "k", "--url", url]) == 1
+        server.shutdown()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"aioengine trace state: error: {url} answers 403: needs --admin-api-key"
+    assert second == f"aioengine trace stacks: error: {url} answers 403: Forbidden"
+
+
+def test_a_server_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trace_server, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert main(["trace", "state", "--admin-api-key", "k", "--url", url]) == 1
+    assert f"{url} does not answer within 0.2 s: the event loop" in capsys.readouterr().err
