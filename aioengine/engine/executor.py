@@ -15,7 +15,7 @@ from aioengine.control.channel import Link, frame
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
 from aioengine.engine.remote_calls import RemoteCalls
-from aioengine.errors import ReplicaFailedError, RpcTimeoutError
+from aioengine.errors import ReplicaFailedError
 from aioengine.messages import (
     CallReply,
     DeviceCall,
@@ -136,24 +136,13 @@ class Executor:
 
         Raises WorkerError when it raised on any rank, RpcTimeoutError after `timeout_s` (None: no
         limit), RankLostError when a rank is lost meanwhile, ReplicaFailedError when the replica
-        had failed before. Whoever stops waiting leaves the sequence usable.
+        had failed or ended before. Whoever stops waiting leaves the sequence usable.
         """
-        if self._watch.failed.done():
-            raise ReplicaFailedError(self._watch.failed.result().cause)
+        self._remote.check_open()
         seq = self._send(call)
         self._remote.begin(seq, call)
         self._device.submit(lambda: self._worker.remote(call), partial(self._on_own_remote, seq))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._remote.wait(seq)
-        except TimeoutError:
-            late = ", ".join(map(str, self._remote.unanswered(seq)))
-            raise RpcTimeoutError(
-                f"collective_rpc {call.method!r}: no answer from {late} within its timeout of "
-                f"{timeout_s:g} s"
-            ) from None
-        finally:
-            self._remote.forget(seq)
+        return await self._remote.result(seq, timeout_s)
 
     def beat(self) -> Heartbeat:
         return Heartbeat(self.last_seq, self._worker.doing)
@@ -174,7 +163,9 @@ class Executor:
         return pending.method, sorted({self._rank, *self._peers} - pending.replies.keys())
 
     async def shut_down(self, timeout_s: float) -> None:
-        """Ask the peers to end and wait for their goodbyes."""
+        """Ask the peers to end and wait for their goodbyes. Calls in flight and later ones raise
+        ReplicaFailedError."""
+        self._remote.end(f"the replica led by {self._watch.me} has been shut down")
         self.broadcast(Shutdown())
         if not self._waiting_for:
             return

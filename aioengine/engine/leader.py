@@ -404,6 +404,10 @@ class Leader:
         except EngineError as error:
             name = type(error).__name__
             ended = CallEnded(command.call_id, error_type=name, message=str(error))
+        except TypeError as error:  # the values of all ranks together cannot travel
+            ended = CallEnded(
+                command.call_id, error_type="TypeError", message=str(error), where="all ranks"
+            )
         if source in self._front_ends:
             self._front_ends[source].send(ended)
 

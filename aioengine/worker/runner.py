@@ -25,7 +25,7 @@ from aioengine.layout import ParallelLayout
 from aioengine.messages import RemoteCall, Sampled, StepPlan, StepResult
 from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
-from aioengine.rpc import decode_arguments, encode_value, find_method, rpc_method
+from aioengine.rpc import rpc_method, run_method
 from aioengine.worker.batch import BatchBuilder, Role, StepInputs
 from aioengine.worker.device import check_dtype, device_id, select_device, set_cpu_threads
 from aioengine.worker.kv_store import KVShape
@@ -149,17 +149,11 @@ class Worker:
     def remote(self, call: RemoteCall) -> bytes:
         """Run a method of `collective_rpc`, which gets this worker and the call's arguments.
 
-        Returns msgpack of its value, nothing when the value is not wanted from this rank. Raises
-        what the method raises, UnknownMethodError, and TypeError for a value that cannot travel.
+        Returns and raises what `run_method` does.
         """
         self.doing = call.method
         try:
-            method = find_method(call.method, registered_only=call.registered_only)
-            args, kwargs = decode_arguments(call.arguments)
-            value = method(self, *args, **kwargs)
-            if not call.wants_value_of(self.rank - self._layout.leader_of(self.rank)):
-                return b""
-            return encode_value(value, f"the value of {call.method}")
+            return run_method(call, self, self.rank - self._layout.leader_of(self.rank))
         finally:
             self.doing = "idle"
 
