@@ -14,6 +14,7 @@ from aioengine.control.deadline import Deadline
 from aioengine.control.watch import Failure, Heartbeats, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker
 from aioengine.engine.executor import Executor, RankNews, StepDone, StepFailed
+from aioengine.engine.executor_backend import ExecutorBackend
 from aioengine.engine.phases import LeaderPhases
 from aioengine.engine.replica import open_replica
 from aioengine.errors import (
@@ -79,9 +80,9 @@ Event = FromFrontEnd | FrontEndLost | StepDone | StepFailed | PhaseEnding
 class Leader:
     """Schedules for one replica. Owns its scheduler, executor and the links to front ends.
 
-    `front_ends` maps a front end's name to its link and the rank that carries it. An engine inside
-    a trainer's ranks has a `home`, the front end of its own process: it ends with that one, and
-    the silence of front ends means nothing.
+    `front_ends` maps a front end's name to its link and the rank that carries it; `executor` is
+    the class of its way to the ranks. An engine inside a trainer's ranks has a `home`, the front
+    end of its own process: it ends with that one, and the silence of front ends means nothing.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Leader:
         front_ends: dict[str, tuple[Link, RankInfo]],
         address: str,
         startup: Deadline,
+        executor: type[ExecutorBackend] = Executor,
         home: str | None = None,
     ) -> None:
         self._config = config
@@ -114,14 +116,14 @@ class Leader:
             pp_size=config.pipeline_parallel_size,
             pcp_size=config.prefill_context_parallel_size,
         )
-        self._executor = Executor(
-            watch,
-            device,
-            worker,
-            peers,
-            watch.me.rank + replica.output_rank_in_replica,
-            self._inbox.put_nowait,
-            self._on_rank_news,
+        self._executor = executor(
+            watch=watch,
+            device=device,
+            worker=worker,
+            peers=peers,
+            output_rank=watch.me.rank + replica.output_rank_in_replica,
+            on_step=self._inbox.put_nowait,
+            on_news=self._on_rank_news,
         )
         self.phases = LeaderPhases(watch, self._executor.broadcast)
         self._front_end_beats = Heartbeats(config.heartbeat_seconds)
@@ -305,9 +307,10 @@ class Leader:
         self._executor.send_heartbeats()
         limit_s = self._config.step_timeout_seconds
         if self._executor.oldest_step_age_s() > limit_s:
+            step = self._executor.beat().last_seq + 1
             self._watch.fail(
-                f"step {self._executor.last_seq + 1} of the replica led by {self._watch.me} did "
-                f"not end within --step-timeout-seconds {limit_s:g}",
+                f"step {step} of the replica led by {self._watch.me} did not end within "
+                f"--step-timeout-seconds {limit_s:g}",
                 None if self._watch.others else self._watch.me.rank,
             )
 

@@ -7,7 +7,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.blocks import BlockPool
 from aioengine.core.scheduler import Scheduler
 from aioengine.engine.device import DeviceThread, DeviceWorker
-from aioengine.engine.executor import Executor
+from aioengine.engine.executor_backend import ExecutorBackend
 from aioengine.errors import StartupError
 from aioengine.messages import RankInfo, ReplicaReady
 from aioengine.model_config import ModelConfig
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 async def open_replica(
-    executor: Executor,
+    executor: ExecutorBackend,
     device: DeviceThread,
     worker: DeviceWorker,
     config: EngineConfig,

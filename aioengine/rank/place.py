@@ -12,6 +12,7 @@ from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.control.deadline import Deadline, process_age_s
 from aioengine.dist.launcher import own_address, read_environment
 from aioengine.dist.launcher_env import LauncherEnv
+from aioengine.engine.executor_backend import ExecutorBackend, load_executor
 from aioengine.layout import ParallelLayout
 from aioengine.messages import RankInfo
 
@@ -24,6 +25,8 @@ class Place:
     env: LauncherEnv
     layout: ParallelLayout
     address: str
+    executor: type[ExecutorBackend]
+    """What a leader uses."""
     startup: Deadline
     """`--startup-timeout-seconds`, from the start of the process; rank 0's once it is met."""
 
@@ -38,8 +41,9 @@ class Place:
             pp_size=config.pipeline_parallel_size,
             dp_size=config.data_parallel_size,
         )
+        executor = load_executor(config.distributed_executor_backend)
         startup = Deadline(config.startup_timeout_seconds, process_age_s())
-        return cls(config, env, layout, own_address(env, config.host_ip), startup)
+        return cls(config, env, layout, own_address(env, config.host_ip), executor, startup)
 
     @property
     def rank(self) -> int:

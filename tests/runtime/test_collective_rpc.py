@@ -249,7 +249,7 @@ async def test_a_value_that_cannot_travel_is_an_error(
     num_peers: int, culprit: int, kind: str
 ) -> None:
     async with ready_replica(num_peers) as replica:
-        with pytest.raises(WorkerError, match="the value of .*return_on: "):
+        with pytest.raises(WorkerError, match=r"the value of .*return_on: "):
             await replica.leader.collective_rpc(rpc_methods.return_on, (culprit, kind))
         await check_usable(replica)
 

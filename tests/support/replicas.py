@@ -15,6 +15,8 @@ from aioengine.control.channel import Link, MemoryLink
 from aioengine.control.deadline import Deadline
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread
+from aioengine.engine.executor import Executor
+from aioengine.engine.executor_backend import ExecutorBackend
 from aioengine.engine.leader import Leader
 from aioengine.engine.peer import Peer
 from aioengine.limits import max_frame_bytes
@@ -108,11 +110,13 @@ class FakeReplica:
         num_front_ends: int,
         config: EngineConfig,
         links: list[tuple[Link, Link]],
+        executor: type[ExecutorBackend],
     ) -> None:
         """`links` are both ends of the link to each peer, the leader's first."""
         loop = asyncio.get_running_loop()
         ranks = range(len(links) + 1)
         self.config = config
+        self.executor = executor
         self.workers = [FakeWorker(is_output=rank == output_rank, rank=rank) for rank in ranks]
         self.leader_links: dict[int, Link] = {}
         """The leader's end of its link to each peer."""
@@ -146,6 +150,7 @@ class FakeReplica:
             self._sources,
             "127.0.0.1",
             startup,
+            self.executor,
         )
         self.outcomes.append(tasks.create_task(self.leader.run(), name="leader"))
         for rank, link in self.peer_links.items():
@@ -189,6 +194,7 @@ async def running_replica(
     output_rank: int = 0,
     num_front_ends: int = 1,
     over_tcp: bool = False,
+    executor: type[ExecutorBackend] = Executor,
     set_up: Callable[[FakeReplica], None] = lambda replica: None,
     **settings: Any,
 ) -> AsyncIterator[FakeReplica]:
@@ -205,7 +211,7 @@ async def running_replica(
                 links.append(await stack.enter_async_context(connected(frame_limit(config))))
             else:
                 links.append(MemoryLink.pair(asyncio.get_running_loop()))
-        replica = FakeReplica(output_rank, num_front_ends, config, links)
+        replica = FakeReplica(output_rank, num_front_ends, config, links, executor)
         set_up(replica)
         devices = [await stack.enter_async_context(device_thread()) for _ in replica.workers]
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
