@@ -35,6 +35,7 @@ async def open_replica(
     if len(ranks) > 1:
         port = await device.run(worker.call, "open_store", {"host": address})
         await executor.call("open_groups", host=address, port=port)
+        await device.run(worker.call, "close_store", {})
     await executor.call("load_model")
     num_blocks = min(await executor.call("num_kv_blocks"))
     await executor.call("allocate_kv", num_blocks=num_blocks)

@@ -16,10 +16,10 @@ from aioengine.dist.worlds import (
     GroupOptions,
     Groups,
     ReplicaStore,
+    ServedStore,
     connect_store,
     has_world,
     open_groups,
-    open_store,
 )
 from aioengine.layout import ParallelLayout
 from aioengine.messages import RemoteCall, Sampled, StepPlan, StepResult
@@ -54,8 +54,8 @@ def device_call(method: _Method) -> _Method:
 class Worker:
     """One rank's device, groups, stage, KV cache and slot tables; owns all of them.
 
-    Start-up calls, in this order: open_device, open_store (leaders of several ranks), open_groups
-    (several ranks), load_model, num_kv_blocks, allocate_kv, warm_up.
+    Start-up calls, in this order: open_device; with several ranks open_store (the leader),
+    open_groups, close_store (the leader); load_model, num_kv_blocks, allocate_kv, warm_up.
     """
 
     doing: str
@@ -181,8 +181,14 @@ class Worker:
         """
         if has_world():
             return 0
-        self._store = open_store(host)
+        self._store = ServedStore(host)
         return self._store.port
+
+    @device_call
+    def close_store(self) -> None:
+        """On the leader, once the groups are built: no rank has to come any more."""
+        if isinstance(self._store, ServedStore):
+            self._store.stop_listening()
 
     @device_call
     def open_groups(self, host: str, port: int) -> None:
