@@ -49,9 +49,13 @@ class Rank:
         self._leave = leave
         self._engine: Leader | Peer | None = None
         self._front_end: FrontEnd | None = None
+        self._has_failed = False
+        """This rank's replica; its front end serves on with the other replicas."""
 
     def on_drain_signal(self, life: "asyncio.Task[int]") -> None:
         """Before ready the rank just ends, later the front ends drain the launch."""
+        if self._has_failed:
+            return  # what is left of this rank is its front end, which sees the signal itself
         if self._engine is None or not self._engine.is_ready:
             life.cancel()
         else:
@@ -107,10 +111,9 @@ class Rank:
         self._engine = new_engine(place, self._model, self._source, links, watch, device)
         failure = await self._engine.run()
         if failure is not None:
+            self._has_failed = True
             log.error("first failure: %s", failure.cause)
             report_to_launcher(place.env, f"ended because of {failure.cause}")
-            if self._front_end is not None and self._front_end.health != "failed":
-                self._signals.request_drain()  # the streams of other replicas may end
         return failure
 
     async def _status(self, failure: Failure | None) -> int:
