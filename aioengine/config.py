@@ -189,7 +189,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[
             float,
             _meta(
-                "limits", "Time-out of torch.distributed groups. Default: the step time-out.", gt=0
+                "limits",
+                "Time-out of each operation between ranks. Default: step time-out and heartbeat "
+                "limit, so that who holds up a step is found first.",
+                gt=0,
             ),
         ]
         | None
@@ -241,8 +244,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             str,
             _meta(
                 "api",
-                "Bearer token of /collective_rpc and /reset_prefix_cache; without it they are "
-                "refused.",
+                "Bearer token of /collective_rpc, /reset_prefix_cache and /trace; without it they "
+                "are refused.",
                 min_length=1,
             ),
         ]
@@ -304,6 +307,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_slots(self) -> int:
         """Requests that can run at once. Every running one can get a token in every step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def group_timeout_s(self) -> float:
+        """Of each operation between ranks."""
+        return self.distributed_timeout_seconds or (
+            self.step_timeout_seconds + self.heartbeat_seconds
+        )
 
     @property
     def max_plans_in_flight(self) -> int:

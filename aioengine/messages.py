@@ -69,11 +69,30 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
-    """`last_seq` is the last completed job, `doing` what the device thread is in (front ends: 0
-    and nothing)."""
+    """A rank lives, and what its device thread is in. Those of front ends say nothing more."""
 
     last_seq: int = 0
+    """The last completed job."""
     doing: str = ""
+    """The job."""
+    operation: str = ""
+    """What moves data or waits for it inside the job, if anything."""
+    doing_s: float = 0.0
+    """How long the job has taken so far, or the thread has been idle."""
+    step: int = 0
+    """The plan that is computed; 0 outside of steps."""
+    num_unanswered: int = 0
+    """Beats for which a device thread without work has not answered a probe."""
+
+    @property
+    def where(self) -> str:
+        """Such as "step 812, all_reduce of tp:0 [ranks 2, 3]"."""
+        return f"{self.doing}, {self.operation}" if self.operation else self.doing
+
+    @property
+    def last_words(self) -> str:
+        """For the line about a rank that beats no more."""
+        return f"; it was last in {self.where}, job {self.last_seq} done"
 
 
 class RemoteCall(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
@@ -183,6 +202,8 @@ class ReplicaFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The first failure of the replica, as the line that every rank logs."""
 
     cause: str
+    rank: int | None = None
+    """The one to blame, if it is one."""
 
 
 class DrainRequested(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
@@ -410,8 +431,9 @@ PeerEvent = (
 
 # --- handshake and bootstrap --------------------------------------------------------------------
 
-Role = Literal["member", "peer", "front_end", "probe"]
-"""`probe`: a connection of `aioengine doctor` that only measures."""
+Role = Literal["member", "peer", "front_end", "probe", "trace"]
+"""`probe`: a connection of `aioengine doctor` that only measures. `trace`: a front end that asks a
+trace thread."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -453,6 +475,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, tag="member"):
     """Where a leader listens for its peers and front ends."""
     config: bytes
     """The JSON form of its EngineConfig, to be compared field by field."""
+    trace: Endpoint | None = None
+    """Where its trace thread listens."""
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True, tag="roster"):

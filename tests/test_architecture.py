@@ -76,6 +76,7 @@ ENVIRONMENT_FILES = (
     "aioengine/cli/serve.py",
     "aioengine/cli/bench_collectives.py",
     "aioengine/cli/doctor.py",
+    "aioengine/cli/trace_server.py",
 )
 TORCH_DISTRIBUTED_FILES = ("aioengine/dist/", "aioengine/worker/", "aioengine/cli/local_ranks.py")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from aiohttp import web
 
 from aioengine import limits
-from aioengine.api import admin, status, tokens
+from aioengine.api import admin, status, tokens, trace
 from aioengine.api.chat import chat_completions
 from aioengine.api.completions import completions
 from aioengine.api.context import API, Api
@@ -23,7 +23,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ALWAYS_OPEN = frozenset({"/livez", "/readyz", "/health"})
 ANY_ADDRESS = frozenset({"0.0.0.0", "::"})
-ADMIN = frozenset({"/collective_rpc", "/reset_prefix_cache"})
+ADMIN = frozenset({"/collective_rpc", "/reset_prefix_cache", "/trace/state", "/trace/stacks"})
 CLOSE_GRACE_S = 2.0
 """For handlers that are still writing when the server closes."""
 
@@ -50,6 +50,8 @@ def build_app(api: Api) -> web.Application:
             web.post(f"{root}/detokenize", tokens.detokenize),
             web.post(f"{root}/collective_rpc", admin.collective_rpc),
             web.post(f"{root}/reset_prefix_cache", admin.reset_prefix_cache),
+            web.get(f"{root}/trace/state", trace.state),
+            web.get(f"{root}/trace/stacks", trace.stacks),
         ]
     )
     return app

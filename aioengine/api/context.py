@@ -9,6 +9,7 @@ from aioengine.api.errors import ApiError
 from aioengine.config import EngineConfig
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.text import ServedModel, TextPool
+from aioengine.frontend.tracer import Tracer
 from aioengine.layout import ParallelLayout
 
 
@@ -19,6 +20,7 @@ class Api:
     config: EngineConfig
     layout: ParallelLayout
     front_end: FrontEnd
+    tracer: Tracer
     text: TextPool
     started_at: int
     """Unix time, seconds."""

@@ -56,7 +56,7 @@ class Signals:
     def _on_signal(self, number: signal.Signals) -> None:
         log.info("%s", signal.Signals(number).name)
         self._num_received += 1
-        if self._num_received > 1:  # a drain that a failure began does not count
+        if self._num_received > 1:  # a drain that another rank asked for does not count
             self.drain_over.set()
         self.request_drain()
 
@@ -82,7 +82,8 @@ class Signals:
 
     def _on_launcher_gone(self, launcher_pid: int) -> None:
         log.error("the launcher (pid %d) is gone; this rank ends within seconds", launcher_pid)
-        self._loop.call_later(ORPHAN_DRAIN_S, self.drain_over.set)
+        self.drain_limit_s = min(self.drain_limit_s, ORPHAN_DRAIN_S)
+        self._loop.call_later(ORPHAN_DRAIN_S, self.drain_over.set)  # of one that has begun, too
         if self.on_stuck_orphan is not None:
             self._loop.call_later(ORPHAN_DRAIN_S + ORPHAN_MARGIN_S, self.on_stuck_orphan)
         self.request_drain()

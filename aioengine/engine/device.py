@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
+from aioengine.activity import Activity
 from aioengine.errors import WorkerError
 from aioengine.messages import JobFailed, RemoteCall, RemoteFailed, StepPlan, StepResult
 
@@ -26,8 +27,8 @@ JOIN_S: Final = 2.0
 class DeviceWorker(Protocol):
     """What runs on the device thread (`worker/runner.py`). Every method blocks."""
 
-    doing: str
-    """What the thread is in, for heartbeats; read from the loop's thread."""
+    activity: Activity
+    """What the thread is in; read from other threads."""
 
     def prepare(self, seq: int, plan: StepPlan) -> None:
         """Called when a plan has arrived, before the jobs ahead of it are done: post receives."""
@@ -76,6 +77,8 @@ class DeviceThread:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self.num_unfinished = 0
+        """Tasks that were submitted and whose `on_done` was not called yet."""
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._outcomes: SimpleQueue[tuple[OnDone, Any, JobError | None]] = SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -98,6 +101,7 @@ class DeviceThread:
     ) -> None:
         """Queue a task. `prepare` runs as soon as the thread sees the task, before earlier tasks
         that still wait."""
+        self.num_unfinished += 1
         self._tasks.put(_Task(run, prepare, on_done))
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -159,6 +163,7 @@ class DeviceThread:
                 on_done, value, error = self._outcomes.get_nowait()
             except Empty:
                 return
+            self.num_unfinished -= 1
             try:
                 on_done(value, error)
             except BaseException:

@@ -14,6 +14,7 @@ from typing import Any, assert_never
 from aioengine.control.channel import Link, frame
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
+from aioengine.engine.pulse import Pulse
 from aioengine.engine.remote_calls import RemoteCalls
 from aioengine.errors import ReplicaFailedError, RpcTimeoutError
 from aioengine.messages import (
@@ -88,6 +89,9 @@ class Executor:
         self._output_rank = output_rank
         self._on_step = on_step
         self._on_news = on_news
+        self._pulse = Pulse(device, worker.activity)
+        self.last_beat = Heartbeat()
+        """What the peers were told last."""
         self._seq = 0
         self._plans: deque[tuple[int, StepPlan, float]] = deque()
         self._calls: dict[int, _PendingCall] = {}
@@ -96,6 +100,8 @@ class Executor:
         self._all_departed = asyncio.Event()
         self.last_seq = 0
         """Of the last finished step or call."""
+        self._last_own_seq = 0
+        """Of the last job that this rank itself has finished."""
         watch.failed.add_done_callback(self._fail_calls)
         for rank, link in peers.items():
             link.start(PeerEvent, partial(self._on_peer, rank), partial(self._on_peer_closed, rank))
@@ -104,9 +110,13 @@ class Executor:
     def num_in_flight(self) -> int:
         return len(self._plans)
 
-    def oldest_step_age_s(self) -> float:
-        """Seconds since the oldest unfinished plan was sent; 0 when there is none."""
-        return time.monotonic() - self._plans[0][2] if self._plans else 0.0
+    def late_step(self, limit_s: float) -> int | None:
+        """The plan that has not ended in time, if there is one."""
+        if self._plans:
+            seq, _, sent_at = self._plans[0]
+            if self._watch.step_age_s(sent_at) > limit_s:
+                return seq
+        return self._watch.step_that_lasts(limit_s)
 
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to every rank. Its end comes to `on_step`."""
@@ -155,11 +165,14 @@ class Executor:
         finally:
             self._remote.forget(seq)
 
-    def beat(self) -> Heartbeat:
-        return Heartbeat(self.last_seq, self._worker.doing)
+    def look(self) -> Heartbeat:
+        """What this rank's device thread is in. Any thread."""
+        return self._pulse.look(self._last_own_seq)
 
     def send_heartbeats(self) -> None:
-        self.broadcast(self.beat())
+        self.last_beat = self._pulse.beat(self._last_own_seq)
+        self._watch.noted(self.last_beat)
+        self.broadcast(self.last_beat)
 
     def broadcast(self, message: PeerCommand) -> None:
         """To every peer, behind the jobs that were sent before."""
@@ -188,9 +201,9 @@ class Executor:
             self._watch.fail(cause, late[0])
             raise ReplicaFailedError(cause) from None
 
-    async def announce_failure(self, cause: str) -> None:
+    async def announce_failure(self, failure: Failure) -> None:
         """Tell the peers that are left why the replica ends."""
-        self.broadcast(ReplicaFailed(cause))
+        self.broadcast(ReplicaFailed(failure.cause, failure.rank))
         for link in self._peers.values():
             await link.flush()
 
@@ -211,19 +224,21 @@ class Executor:
     # --- what comes back
 
     def _on_own_step(self, seq: int, result: StepResult | None, error: JobError | None) -> None:
+        self._last_own_seq = seq
         if error is not None:
             self._on_failed(self._rank, error.as_message(seq))
         elif result is not None:
             self._on_result(result)
 
     def _on_own_call(self, seq: int, value: Any, error: JobError | None) -> None:
+        self._last_own_seq = seq
         if error is not None:
             self._on_failed(self._rank, error.as_message(seq))
         else:
             self._on_reply(self._rank, CallReply(seq, value))
 
     def _on_own_remote(self, seq: int, value: bytes, error: JobError | None) -> None:
-        self.last_seq = seq
+        self.last_seq = self._last_own_seq = seq
         if error is not None:
             self._remote.on_failed(self._rank, error.as_remote_failure(seq))
         else:

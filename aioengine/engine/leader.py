@@ -11,6 +11,7 @@ from typing import Any, assert_never
 from aioengine.config import EngineConfig
 from aioengine.control.channel import Link
 from aioengine.control.deadline import Deadline
+from aioengine.control.loss import explain_loss
 from aioengine.control.watch import Failure, Heartbeats, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker
 from aioengine.engine.executor import Executor, RankNews, StepDone, StepFailed
@@ -103,6 +104,7 @@ class Leader:
         self._watch = watch
         self._device = device
         self._worker = worker
+        self.activity = worker.activity
         self._address = address
         self._startup = startup
         self._front_ends = {source: link for source, (link, _) in front_ends.items()}
@@ -179,6 +181,15 @@ class Leader:
         for link in self._front_ends.values():
             link.send(request)
 
+    @property
+    def load(self) -> LoadStats:
+        """As it was published last. Any thread."""
+        return self._last_stats
+
+    def look(self) -> Heartbeat:
+        """What this rank's device thread is in. Any thread."""
+        return self._executor.look()
+
     async def collective_rpc(
         self,
         method: str | Callable[..., Any],
@@ -219,6 +230,9 @@ class Leader:
         self._inbox.put_nowait(FromFrontEnd(source, command))
 
     def _on_front_end_closed(self, source: str, reason: str) -> None:
+        explain_loss(self._carriers[source], reason, partial(self._on_front_end_lost, source))
+
+    def _on_front_end_lost(self, source: str, reason: str) -> None:
         self._inbox.put_nowait(FrontEndLost(source, reason))
 
     # --- life
@@ -251,6 +265,8 @@ class Leader:
         for link in self._front_ends.values():
             link.send(ready)
         await self._step_loop()
+        if self._calls:  # of other front ends
+            await asyncio.wait(self._calls, timeout=PEERS_END_S)
         for task in (*beats, *self._calls):
             task.cancel()
         for link in self._front_ends.values():
@@ -295,8 +311,8 @@ class Leader:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 for link in self._front_ends.values():
-                    link.send(ReplicaFailed(failure.cause))
-                await self._executor.announce_failure(failure.cause)
+                    link.send(ReplicaFailed(failure.cause, failure.rank))
+                await self._executor.announce_failure(failure)
                 for link in self._front_ends.values():
                     await link.flush()
         return failure
@@ -304,22 +320,17 @@ class Leader:
     def _beat(self) -> None:
         self._executor.send_heartbeats()
         limit_s = self._config.step_timeout_seconds
-        if self._executor.oldest_step_age_s() > limit_s:
-            self._watch.fail(
-                f"step {self._executor.last_seq + 1} of the replica led by {self._watch.me} did "
-                f"not end within --step-timeout-seconds {limit_s:g}",
-                None if self._watch.others else self._watch.me.rank,
-            )
+        if (step := self._executor.late_step(limit_s)) is not None:
+            self._watch.fail_step(step, limit_s)
 
     def _beat_front_ends(self) -> None:
-        beat = self._executor.beat()
         for link in self._front_ends.values():
-            link.send(beat)
+            link.send(self._executor.last_beat)
 
     def _on_front_end_silent(self, source: Hashable) -> None:
         assert isinstance(source, str)
         limit = f"--heartbeat-seconds {self._config.heartbeat_seconds:g}"
-        self._on_front_end_closed(source, f"silent for more than {limit}")
+        self._on_front_end_lost(source, f"silent for more than {limit}")
 
     # --- step loop
 

@@ -10,6 +10,7 @@ from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
 from aioengine.engine.phases import PeerPhases
+from aioengine.engine.pulse import Pulse
 from aioengine.errors import EngineError
 from aioengine.messages import (
     CallReply,
@@ -50,6 +51,8 @@ class Peer:
         self._link = link
         self._device = device
         self._worker = worker
+        self.activity = worker.activity
+        self._pulse = Pulse(device, worker.activity)
         self._startup = startup
         self._next_seq = 1
         self._last_done = 0
@@ -93,6 +96,10 @@ class Peer:
         """The leader's heartbeats say so."""
         return self.ready.is_set()
 
+    def look(self) -> Heartbeat:
+        """What this rank's device thread is in. Any thread."""
+        return self._pulse.look(self._last_done)
+
     def request_drain(self, request: DrainRequested) -> None:
         """This rank got a signal: the front ends drain the launch."""
         self._link.send(request)
@@ -109,8 +116,8 @@ class Peer:
             case Heartbeat():
                 self.ready.set()  # a leader sends them once the replica is ready
                 self._watch.heard(self._leader_rank, command)
-            case ReplicaFailed(cause=cause):
-                self._watch.fail(cause)
+            case ReplicaFailed(cause=cause, rank=rank):
+                self._watch.fail(cause, rank)
             case Shutdown():
                 self._ended.set()
             case PhaseBegan():
@@ -198,6 +205,4 @@ class Peer:
         except TimeoutError:
             self._blame_silent_leader()
             return
-        await self._watch.run_heartbeats(
-            lambda: self._link.send(Heartbeat(self._last_done, self._worker.doing))
-        )
+        await self._watch.run_heartbeats(lambda: self._link.send(self._pulse.beat(self._last_done)))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, Literal, assert_never
 
 from aioengine.control.channel import Link
 from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
+from aioengine.control.loss import explain_loss
 from aioengine.control.walltime import Walltime
 from aioengine.control.watch import Heartbeats
 from aioengine.errors import EngineError, ReplicaFailedError
@@ -62,6 +64,9 @@ class Replica:
     leader: RankInfo
     ready: ReplicaReady | None = None
     failed_cause: str | None = None
+    beat: Heartbeat | None = None
+    """The leader's last one."""
+    beat_at: float = 0.0
     calls: ReplicaCalls = field(init=False)
     stats: LoadStats = field(default_factory=LoadStats)
     live: dict[str, tuple[Choice, Generation]] = field(default_factory=dict)
@@ -276,7 +281,8 @@ class FrontEnd:
         assert isinstance(dp_rank, int)
         replica = self.replicas[dp_rank]
         limit = f"--heartbeat-seconds {self._heartbeat_seconds:g}"
-        self._on_failed(replica, f"{replica.leader}: silent for more than {limit}")
+        seen = replica.beat.last_words if replica.beat is not None else ""
+        self._on_failed(replica, f"{replica.leader}: silent for more than {limit}{seen}")
         self._on_frozen(replica.leader)
 
     def _on_event(self, replica: Replica, event: LeaderEvent) -> None:
@@ -311,12 +317,16 @@ class FrontEnd:
             case Goodbye():
                 self._on_gone(replica, f"{replica.leader}: it has left")
             case Heartbeat():
-                pass  # its arrival is what counts
+                replica.beat, replica.beat_at = event, time.monotonic()
             case _:
                 assert_never(event)
 
     def _on_closed(self, replica: Replica, reason: str) -> None:
-        self._on_failed(replica, f"{replica.leader}: {reason} (killed, crashed or unreachable)")
+        explain_loss(
+            replica.leader,
+            reason,
+            lambda what: self._on_failed(replica, f"{replica.leader}: {what}"),
+        )
 
     def _on_failed(self, replica: Replica, cause: str) -> None:
         if replica.failed_cause is None:

@@ -14,6 +14,7 @@ from aioengine.control.bootstrap import (
 )
 from aioengine.control.channel import Link, MemoryLink
 from aioengine.control.deadline import VERDICT_GRACE_S
+from aioengine.control.trace import TraceThread
 from aioengine.dist.rendezvous import open_launcher_store
 from aioengine.errors import StartupTimeoutError
 from aioengine.limits import max_frame_bytes
@@ -27,6 +28,10 @@ class Links:
     """This rank's control links, by what is at the other end."""
 
     roster: Roster
+    key: bytes
+    """Of this attempt of the launch."""
+    trace: TraceThread
+    """Not started yet."""
     peers: dict[int, Link] = field(default_factory=dict)
     front_ends: dict[str, tuple[Link, RankInfo]] = field(default_factory=dict)
     leader: Link | None = None
@@ -40,6 +45,7 @@ class Links:
             link.close()
         if self.leader is not None:
             self.leader.close()
+        self.trace.close()
 
 
 def front_end_name(rank: int) -> str:
@@ -54,6 +60,7 @@ async def join_launch(place: Place, model: ModelConfig) -> Links:
     """
     env, config = place.env, place.config
     store = await _open_store(place) if env.world_size > 1 else None
+    trace = TraceThread(place.address)
     async with asyncio.TaskGroup() as tasks:
         bootstrap = Bootstrap(
             tasks,
@@ -68,11 +75,20 @@ async def join_launch(place: Place, model: ModelConfig) -> Links:
 
         def entry(endpoint: Endpoint | None) -> Member:
             encoded = msgspec.json.encode(config)
-            return Member(info=place.info, node=env.node, endpoint=endpoint, config=encoded)
+            return Member(
+                info=place.info,
+                node=env.node,
+                endpoint=endpoint,
+                config=encoded,
+                trace=trace.endpoint,
+            )
 
         try:
             roster = await bootstrap.join(store, entry, _seats(place))
-            return await _connect(bootstrap, place, roster)
+            return await _connect(bootstrap, place, Links(roster, bootstrap.key, trace))
+        except BaseException:
+            trace.close()
+            raise
         finally:
             bootstrap.close()
 
@@ -106,9 +122,9 @@ def _seats(place: Place) -> list[Seat]:
     return [*peers, *(("front_end", rank) for rank in place.other_front_ends)]
 
 
-async def _connect(bootstrap: Bootstrap, place: Place, roster: Roster) -> Links:
+async def _connect(bootstrap: Bootstrap, place: Place, links: Links) -> Links:
     """Dial the leaders that this rank talks to, and wait for those that dial it."""
-    links = Links(roster)
+    roster = links.roster
     if not place.is_leader:
         links.leader = await bootstrap.dial(roster.members[place.leader_rank], "peer")
         return links

@@ -1,11 +1,9 @@
 """Where this process stands in a launch: all that is known before another rank is met."""
 
-import logging
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from aioengine.config import EngineConfig, refuse_unsupported
@@ -82,23 +80,3 @@ class Place:
     @property
     def other_front_ends(self) -> tuple[int, ...]:
         return tuple(rank for rank in self.front_end_ranks if rank != self.rank)
-
-
-def set_up_logging(place: Place) -> None:
-    """Every line carries rank and coordinates; stderr, and a file per rank with `--log-dir`."""
-    config, info = place.config, place.info
-    handlers: list[logging.Handler] = [logging.StreamHandler()]
-    if config.log_dir is not None:
-        directory = Path(config.log_dir)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            handlers.append(logging.FileHandler(directory / f"rank{info.rank}.log"))
-        except OSError as error:
-            raise ValueError(f"--log-dir {directory}: {error.strerror}") from None
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format=f"%(asctime)s.%(msecs)03d %(levelname)-7s [rank {info.rank} {info.coords}] "
-        "%(message)s",
-        datefmt="%H:%M:%S",
-        handlers=handlers,
-    )

@@ -5,21 +5,25 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
+from aioengine.activity import IDLE
 from aioengine.checkpoint.source import ModelSource
 from aioengine.control.deadline import wait_first
 from aioengine.control.signals import Signals
+from aioengine.control.stacks import format_stacks, stacks_of_threads
 from aioengine.control.watch import Failure, kill_if_here
 from aioengine.dist.launcher import report_to_launcher
 from aioengine.engine.device import DeviceThread
 from aioengine.engine.leader import Leader
 from aioengine.engine.peer import Peer
 from aioengine.frontend.front_end import FrontEnd
+from aioengine.frontend.tracer import Tracer
 from aioengine.messages import DrainRequested, RankInfo
 from aioengine.model_config import ModelConfig
 from aioengine.rank.joining import Links, join_launch
 from aioengine.rank.place import Place
 from aioengine.rank.roles import new_engine, new_front_end, new_watch
 from aioengine.rank.serving import HttpService
+from aioengine.rank.tracing import TraceSubject
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +54,7 @@ class Rank:
         self._engine: Leader | Peer | None = None
         self._front_end: FrontEnd | None = None
         self._has_failed = False
-        """This rank's replica; its front end serves on with the other replicas."""
+        """This rank or its replica. A front end serves on with the replicas that are left."""
 
     def on_drain_signal(self, life: "asyncio.Task[int]") -> None:
         """Before ready the rank just ends, later the front ends drain the launch."""
@@ -66,8 +70,15 @@ class Rank:
         """A callback raised: whoever waits for what it should have done would wait for ever."""
         loop.default_exception_handler(context)
         if "handle" in context:
-            report_to_launcher(self._place.env, str(context["message"]))
+            self.say_first_failure(f"{self._place.info}: {context['message']}")
             self._leave(EXIT_OWN_FAILURE)
+
+    def say_first_failure(self, cause: str) -> None:
+        """One line in this rank's log, and the launcher's file; what comes later is no first."""
+        if not self._has_failed:
+            self._has_failed = True
+            log.error("first failure: %s", cause)
+            report_to_launcher(self._place.env, f"ended because of {cause}")
 
     async def live(self) -> int:
         """Until the end; returns the exit status. Raises StartupError and EngineError."""
@@ -79,7 +90,12 @@ class Rank:
             if place.has_front_end:
                 self._front_end = new_front_end(place, links, self._on_frozen_leader)
                 service = HttpService(
-                    place, self._front_end, self._signals, self._model, self._source
+                    place,
+                    self._front_end,
+                    Tracer(links.roster.members, place.rank, links.key),
+                    self._signals,
+                    self._model,
+                    self._source,
                 )
                 tasks.create_task(service.run(), name="front end")
             running = tasks.create_task(self._run_engine(links, device), name="engine")
@@ -109,11 +125,14 @@ class Rank:
         place = self._place
         watch = new_watch(place, links)
         self._engine = new_engine(place, self._model, self._source, links, watch, device)
+        subject = TraceSubject(self._engine, watch, device)
+        loop = asyncio.get_running_loop()
+        links.trace.start(loop, links.key, place.front_end_ranks, subject.describe)
         failure = await self._engine.run()
         if failure is not None:
-            self._has_failed = True
-            log.error("first failure: %s", failure.cause)
-            report_to_launcher(place.env, f"ended because of {failure.cause}")
+            self.say_first_failure(failure.cause)
+            if failure.rank == place.rank and (doing := self._engine.look().where) != IDLE:
+                log.error("while in %s\n%s", doing, format_stacks(stacks_of_threads()))
         return failure
 
     async def _status(self, failure: Failure | None) -> int:

@@ -12,6 +12,7 @@ from aioengine.control.deadline import wait_first
 from aioengine.control.signals import Signals
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.text import TextPool
+from aioengine.frontend.tracer import Tracer
 from aioengine.model_config import ModelConfig
 from aioengine.rank.model_files import load_text
 from aioengine.rank.place import Place
@@ -26,12 +27,14 @@ class HttpService:
         self,
         place: Place,
         front_end: FrontEnd,
+        tracer: Tracer,
         signals: Signals,
         model: ModelConfig,
         source: ModelSource,
     ) -> None:
         self._place = place
         self._front_end = front_end
+        self._tracer = tracer
         self._signals = signals
         self._model = model
         self._source = source
@@ -44,6 +47,7 @@ class HttpService:
             config=place.config,
             layout=place.layout,
             front_end=front_end,
+            tracer=self._tracer,
             text=self._text,
             started_at=int(time.time()),
             seeds=random.Random(place.config.seed),

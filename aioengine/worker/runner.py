@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
+from aioengine.activity import Activity
 from aioengine.checkpoint.source import ModelSource
 from aioengine.config import EngineConfig
 from aioengine.core.stages import split_layers
@@ -58,9 +59,6 @@ class Worker:
     (several ranks), load_model, num_kv_blocks, allocate_kv, warm_up.
     """
 
-    doing: str
-    """What the device thread is in, for heartbeats."""
-
     def __init__(
         self,
         config: EngineConfig,
@@ -75,7 +73,8 @@ class Worker:
         node: str = "0",
     ) -> None:
         """`node` is the launcher's name for this host."""
-        self.doing = "idle"
+        self.activity = Activity()
+        """What the device thread is in."""
         self._config = config
         self._layout = layout
         self.rank = rank
@@ -125,10 +124,8 @@ class Worker:
         """Run a registered method; ValueError for any other name."""
         if method not in CALLS:
             raise ValueError(f"no device call {method!r}; there are {', '.join(sorted(CALLS))}")
-        self.doing = method
-        value = CALLS[method](self, **kwargs)
-        self.doing = "idle"
-        return value
+        with self.activity.within(method):
+            return CALLS[method](self, **kwargs)
 
     @torch.inference_mode()
     def prepare(self, seq: int, plan: StepPlan) -> None:
@@ -138,12 +135,10 @@ class Worker:
     @torch.inference_mode()
     def execute(self, seq: int, plan: StepPlan) -> StepResult | None:
         """Compute a prepared plan. The output rank returns its result, the others None."""
-        self.doing = f"step {seq}"
-        assert self._groups is not None
-        self._groups.tp.enter_job(seq)
-        result = self._step(seq, plan)
-        self.doing = "idle"
-        return result
+        with self.activity.within(f"step {seq}", seq):
+            assert self._groups is not None
+            self._groups.tp.enter_job(seq)
+            return self._step(seq, plan)
 
     @torch.inference_mode()
     def remote(self, call: RemoteCall) -> bytes:
@@ -152,16 +147,13 @@ class Worker:
         Returns msgpack of its value, nothing when the value is not wanted from this rank. Raises
         what the method raises, UnknownMethodError, and TypeError for a value that cannot travel.
         """
-        self.doing = call.method
-        try:
+        with self.activity.within(f"collective_rpc {call.method}"):
             method = find_method(call.method, registered_only=call.registered_only)
             args, kwargs = decode_arguments(call.arguments)
             value = method(self, *args, **kwargs)
             if not call.wants_value_of(self.rank - self._layout.leader_of(self.rank)):
                 return b""
             return encode_value(value, f"the value of {call.method}")
-        finally:
-            self.doing = "idle"
 
     # --- start-up and end
 
@@ -266,10 +258,11 @@ class Worker:
             self._store,
             GroupOptions(
                 device=self.device,
-                timeout_s=config.distributed_timeout_seconds or config.step_timeout_seconds,
+                timeout_s=config.group_timeout_s,
                 node=self._node,
                 num_local_ranks=self._local_world_size,
                 custom_all_reduce=not config.disable_custom_all_reduce,
+                activity=self.activity,
             ),
         )
         self._link = StageLink(

@@ -19,8 +19,9 @@ from aioengine.config import EngineConfig
 from aioengine.control.walltime import NO_END, Walltime
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.text import TextPool
+from aioengine.frontend.tracer import Tracer
 from aioengine.layout import ParallelLayout
-from aioengine.messages import AddRequest, FinishReason
+from aioengine.messages import AddRequest, FinishReason, Member
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -103,9 +104,10 @@ async def serving(
     states: Sequence[str] = ("ready",),
     has_model: bool = True,
     walltime: Walltime = NO_END,
+    members: Sequence[Member] = (),
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """`states` of the replicas: starting, ready or failed."""
+    """`states` of the replicas: starting, ready or failed. `members` are those to trace."""
     limit = settings.pop("max_concurrent_requests", 200)
     front_end, leaders = front_end_with_leaders(len(states), limit, walltime=walltime)
     for leader, state in zip(leaders, states, strict=True):
@@ -118,6 +120,7 @@ async def serving(
         config=EngineConfig(port=0, **settings),
         layout=ParallelLayout(dp_size=len(states)),
         front_end=front_end,
+        tracer=Tracer(members, 0, b"key"),
         text=text,
         started_at=int(time.time()),
         model=served_model() if has_model else None,
