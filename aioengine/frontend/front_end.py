@@ -275,7 +275,8 @@ class FrontEnd:
 
     def _send_beats(self) -> None:
         for replica in self.replicas:
-            replica.link.send(Heartbeat())
+            if replica.failed_cause is None:  # a failed leader in this process reads no more
+                replica.link.send(Heartbeat())
 
     def _on_silent(self, dp_rank: Hashable) -> None:
         assert isinstance(dp_rank, int)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 
@@ -77,7 +78,11 @@ async def test_nobody_waits_for_streams(flags: tuple[str, ...], num_signals: int
         assert launch.wait_end() == 0
 
 
-@pytest.mark.parametrize("command", [None, [*SERVE, "-tp=2"]], ids=["torchrun", "serve"])
+@pytest.mark.parametrize(
+    "command",
+    [None, pytest.param([*SERVE, "-tp", "2"], marks=pytest.mark.layouts)],
+    ids=["torchrun", "serve"],
+)
 @pytest.mark.parametrize(
     "stage", ["ready: ", pytest.param("assigned as", marks=pytest.mark.layouts)]
 )
@@ -130,6 +135,9 @@ async def test_killed_rank_ends_all(victim: int) -> None:
         lines = [line for line in launch.log.splitlines() if "first failure: " in line]
         assert len(lines) == 3
         assert all(f"first failure: rank {victim} (" in line for line in lines)
+        blamed = re.search(r"Root Cause.*?rank +: (\d+) .*?exitcode +: (-?\d+) ", launch.log, re.S)
+        assert blamed is not None
+        assert blamed.groups() == (str(victim), str(-signal.SIGKILL))
         assert not launch.pids_left()
 
 
