@@ -10,6 +10,7 @@ from aioengine.checkpoint.source import ModelSource
 from aioengine.control.deadline import wait_first
 from aioengine.control.signals import Signals
 from aioengine.control.stacks import format_stacks, stacks_of_threads
+from aioengine.control.trace import TraceThread
 from aioengine.control.watch import Failure, kill_if_here
 from aioengine.dist.launcher import report_to_launcher
 from aioengine.engine.device import DeviceThread
@@ -73,18 +74,27 @@ class Rank:
             self.say_first_failure(f"{self._place.info}: {context['message']}")
             self._leave(EXIT_OWN_FAILURE)
 
-    def say_first_failure(self, cause: str) -> None:
-        """One line in this rank's log, and the launcher's file; what comes later is no first."""
+    def say_first_failure(self, cause: str, *, is_own: bool = True) -> None:
+        """One line in this rank's log, and the launcher's file; what comes later is no first.
+
+        A rank that lost another one writes that file when it ends: the launcher blames whose file
+        is the oldest, and dates a rank that left none by when it found it dead.
+        """
         if not self._has_failed:
             self._has_failed = True
             log.error("first failure: %s", cause)
-            report_to_launcher(self._place.env, f"ended because of {cause}")
+            if is_own:
+                self._report(cause)
+
+    def _report(self, cause: str) -> None:
+        report_to_launcher(self._place.env, f"ended because of {cause}")
 
     async def live(self) -> int:
         """Until the end; returns the exit status. Raises StartupError and EngineError."""
         place = self._place
         self._log_place()
-        links = await join_launch(place, self._model)
+        trace = TraceThread(place.address)
+        links = await join_launch(place, self._model, trace.endpoint)
         device = DeviceThread(asyncio.get_running_loop())
         async with asyncio.TaskGroup() as tasks:
             if place.has_front_end:
@@ -98,7 +108,7 @@ class Rank:
                     self._source,
                 )
                 tasks.create_task(service.run(), name="front end")
-            running = tasks.create_task(self._run_engine(links, device), name="engine")
+            running = tasks.create_task(self._run_engine(links, device, trace), name="engine")
         return await self._status(running.result())
 
     def _log_place(self) -> None:
@@ -120,18 +130,21 @@ class Rank:
         if self._place.config.kill_frozen:
             kill_if_here(leader, self._place.info.host)
 
-    async def _run_engine(self, links: Links, device: DeviceThread) -> Failure | None:
+    async def _run_engine(
+        self, links: Links, device: DeviceThread, trace: TraceThread
+    ) -> Failure | None:
         """Lead or follow until the end; None when it was in order."""
         place = self._place
         watch = new_watch(place, links)
         self._engine = new_engine(place, self._model, self._source, links, watch, device)
         subject = TraceSubject(self._engine, watch, device)
         loop = asyncio.get_running_loop()
-        links.trace.start(loop, links.key, place.front_end_ranks, subject.describe)
+        trace.start(loop, links.key, place.front_end_ranks, subject.describe)
         failure = await self._engine.run()
         if failure is not None:
-            self.say_first_failure(failure.cause)
-            if failure.rank == place.rank and (doing := self._engine.look().where) != IDLE:
+            is_own = failure.rank == place.rank
+            self.say_first_failure(failure.cause, is_own=is_own)
+            if is_own and (doing := self._engine.look().where) != IDLE:
                 log.error("while in %s\n%s", doing, format_stacks(stacks_of_threads()))
         return failure
 
@@ -141,8 +154,10 @@ class Rank:
             return EXIT_OK
         assert self._engine is not None
         is_own = failure.rank == self._place.rank
-        if not is_own and self._place.env.kind != "none":
-            await wait_first(self._signals.first, limit_s=BLAME_HOLD_S)
+        if not is_own:
+            if self._place.env.kind != "none":
+                await wait_first(self._signals.first, limit_s=BLAME_HOLD_S)
+            self._report(failure.cause)
         if not self._engine.is_ready:
             return EXIT_STARTUP
         return EXIT_OWN_FAILURE if is_own else EXIT_LOST_PEER

@@ -45,8 +45,9 @@ class Job:
             Deadline(LONG_S),
             self.walltime,
         )
-        tracer = Tracer((), 0, b"key")
-        self.service = HttpService(place, self.front_end, tracer, self.signals, model, source)
+        self.service = HttpService(
+            place, self.front_end, Tracer([], 0, b"key"), self.signals, model, source
+        )
 
     async def cut_off_answer(self, tasks: asyncio.TaskGroup) -> str:
         """With an answer in flight that the leader never ends; returns the error that ends it."""
