@@ -99,7 +99,7 @@ def test_ranks_whose_launcher_died_before_they_looked() -> None:
     """They have only just been started: nothing of theirs is in the log, nor will much be."""
     with Launch(*MODEL, "-tp", "2", num_ranks=2) as launch:
         while len(launch.pids_left()) < 3:
-            pass
+            assert launch.process.poll() is None
         launch.process.kill()
         launch.wait_end()
         assert "HTTP at" not in launch.log
