@@ -15,6 +15,7 @@ from typing import NoReturn
 import setproctitle
 import uvloop
 
+from aioengine import launched_by
 from aioengine.checkpoint.source import ModelSource
 from aioengine.config import EngineConfig
 from aioengine.control.signals import Signals
@@ -81,7 +82,8 @@ def prepare(config: EngineConfig) -> tuple[Place, ModelConfig, ModelSource]:
 
 async def run_rank(place: Place, model: ModelConfig, source: ModelSource) -> int:
     """The whole life of this rank; returns the exit status."""
-    signals = Signals(place.config.shutdown_timeout, watch_parent=place.env.kind != "none")
+    launcher_pid = launched_by.PID if place.env.kind != "none" else 0
+    signals = Signals(place.config.shutdown_timeout, launcher_pid)
     rank = Rank(place, model, source, signals, leave)
     life = asyncio.current_task()
     assert life is not None

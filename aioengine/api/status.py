@@ -81,6 +81,7 @@ async def server_info(request: web.Request) -> web.Response:
             "status": api.front_end.health,
             "model": api.model.name if api.model else None,
             "max_model_len": api.front_end.max_model_len,
+            "restart_count": api.front_end.restart_count,
             "sizes": {
                 name.removesuffix("_size"): size for name, size in asdict(api.layout).items()
             },

@@ -21,15 +21,17 @@ def run_ranks(
     num_ranks: int,
     shutdown_timeout_s: int,
     *,
+    max_restarts: int = 0,
     names_first: bool = True,
     drains: bool = False,
 ) -> int:
     """Runs torchrun's elastic agent in this process until all ranks have ended.
 
-    Returns the exit status; `prog` says on stderr which rank failed first, unless the ranks agree
-    on a status and say why themselves. On a signal ranks get `shutdown_timeout_s` to end before
-    they are killed; the status is then 0 if being asked to end is their way to end (`drains`), and
-    128 + the signal's number otherwise.
+    It starts all of them again up to `max_restarts` times after one failed. Returns the exit
+    status; `prog` says on stderr which rank failed first, unless the ranks agree on a status and
+    say why themselves. On a signal ranks get `shutdown_timeout_s` to end before they are killed;
+    the status is then 0 if being asked to end is their way to end (`drains`), and 128 + the
+    signal's number otherwise.
     """
     # The ranks' own log says what happened, and which of them was first.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -42,7 +44,7 @@ def run_ranks(
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="127.0.0.1",
-            max_restarts=0,
+            max_restarts=max_restarts,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
             shutdown_timeout=shutdown_timeout_s,
         )

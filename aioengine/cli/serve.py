@@ -16,17 +16,27 @@ KILL_MARGIN_S: Final = 10
 
 def configure(parser: CommandParser) -> None:
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="Same as --model.")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Start all ranks again up to N times after one failed [0].",
+    )
     add_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     given = vars(args)
     model = given.pop("model_argument", None)
+    max_restarts = given.pop("max_restarts")
     try:
         if model is not None and "model" in given:
             raise ValueError(f"--model {given['model']} and MODEL {model} are both given")
         if model is not None:
             given["model"] = model
+        if max_restarts < 0:
+            raise ValueError(f"--max-restarts must be at least 0, found {max_restarts}")
         config = config_from(given)
         refuse_unsupported(config)
     except ValueError as error:
@@ -34,10 +44,17 @@ def run(args: argparse.Namespace) -> int:
         return 1
     rank_argv = [sys.executable, "-m", RANK_MODULE, *to_argv(given)]
     num_ranks = num_processes(config)
-    if num_ranks == 1:
+    if num_ranks == 1 and not max_restarts:
         os.execv(rank_argv[0], rank_argv)
     shutdown_timeout_s = int(config.shutdown_timeout) + KILL_MARGIN_S
-    return run_ranks("aioengine serve", rank_argv, num_ranks, shutdown_timeout_s, drains=True)
+    return run_ranks(
+        "aioengine serve",
+        rank_argv,
+        num_ranks,
+        shutdown_timeout_s,
+        max_restarts=max_restarts,
+        drains=True,
+    )
 
 
 def num_processes(config: EngineConfig) -> int:

@@ -246,6 +246,9 @@ class Bootstrap:
         except StartupError as error:
             await self._refuse(str(error))
             raise
+        except asyncio.CancelledError:
+            answering.cancel()  # its thread may be stuck: whoever serves the store may be stopped
+            raise
         finally:
             stop.set()
             await answering

@@ -62,8 +62,8 @@ def open_launcher_store(env: LauncherEnv, timeout_s: float) -> LauncherStore:
     In a trainer's world it is the store on which that was made.
 
     It may hold keys of an earlier attempt (`--max-restarts` keeps the port): see
-    `control/bootstrap.py`. Raises StartupError for a port that is in use, StartupTimeoutError when
-    nobody answers.
+    `control/bootstrap.py`. Raises StartupError for a port that is in use and for a torchrun that has
+    ended, StartupTimeoutError when nobody answers.
     """
     if is_initialized():
         trainers = PrefixStore(f"aioengine/{env.job}", _get_default_store())
@@ -74,7 +74,7 @@ def open_launcher_store(env: LauncherEnv, timeout_s: float) -> LauncherStore:
         host, listener = LOOPBACK, _listen(env)
     try:
         if listener is None:
-            _wait_listening(host, env.master_port, deadline)
+            _wait_listening(host, env.master_port, deadline, env.agent_hosts_store)
         store = TCPStore(
             host,
             env.master_port,
@@ -106,15 +106,17 @@ def _listen(env: LauncherEnv) -> socket.socket:
         ) from None
 
 
-def _wait_listening(host: str, port: int, deadline: float) -> None:
-    """Until a connection is accepted. Raises the OSError of the last attempt at the deadline."""
+def _wait_listening(host: str, port: int, deadline: float, was_opened_before: bool) -> None:
+    """Until a connection is accepted. Raises the OSError of the last attempt at the deadline, or
+    at once when a port refuses that was open before this process was started."""
     while True:
         left_s = max(deadline - time.monotonic(), POLL_S)
         try:
             socket.create_connection((host, port), left_s).close()
             return
-        except OSError:
-            if time.monotonic() + POLL_S > deadline:
+        except OSError as error:
+            is_over = was_opened_before and isinstance(error, ConnectionRefusedError)
+            if is_over or time.monotonic() + POLL_S > deadline:
                 raise
         time.sleep(POLL_S)
 
@@ -123,11 +125,13 @@ def _describe_silence(env: LauncherEnv, timeout_s: float, error: Exception) -> s
     advice = ""
     if means_loopback(env.master_addr) and not env.is_single_node:
         advice = f"; {env.master_addr} is every node itself, so give torchrun --master-addr"
+    waited = ""
+    if not (env.agent_hosts_store and isinstance(error, ConnectionRefusedError)):
+        waited = f" within the {timeout_s:.1f} s that were left of --startup-timeout-seconds"
     return (
         f"rank {env.rank} does not reach the launcher's store at {env.master_addr}:"
-        f"{env.master_port} ({env.master_source}) within the {timeout_s:.1f} s that were left of "
-        f"--startup-timeout-seconds; rank 0 or its launcher is not there{advice} "
-        f"({first_line(error)})"
+        f"{env.master_port} ({env.master_source}){waited}; rank 0 or its launcher is not "
+        f"there{advice} ({first_line(error)})"
     )
 
 

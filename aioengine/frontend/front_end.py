@@ -91,11 +91,13 @@ class FrontEnd:
         walltime: Walltime,
         heartbeat_seconds: float,
         on_frozen: Callable[[RankInfo], None],
+        restart_count: int = 0,
     ) -> None:
         self.replicas = [
             Replica(dp_rank, link, leader) for dp_rank, (link, leader) in enumerate(leaders)
         ]
-        self.metrics = EngineMetrics(len(leaders))
+        self.restart_count = restart_count
+        self.metrics = EngineMetrics(len(leaders), restart_count)
         self.is_draining = False
         self.drain_cause: str | None = None
         """Where it is more than that somebody asked for it."""
@@ -280,7 +282,8 @@ class FrontEnd:
 
     def _send_beats(self) -> None:
         for replica in self.replicas:
-            replica.link.send(Heartbeat())
+            if replica.failed_cause is None:  # a failed leader in this process reads no more
+                replica.link.send(Heartbeat())
 
     def _on_silent(self, dp_rank: Hashable) -> None:
         assert isinstance(dp_rank, int)

@@ -27,9 +27,13 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # "_created" series 
 class EngineMetrics:
     """The figures of every replica that a front end knows. Own registry: no process globals."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, restart_count: int = 0) -> None:
         self.registry = CollectorRegistry()
         self.pace = Pace()
+        restarts = Gauge(  # of the launch: it has no engine
+            "aioengine:restart_count", "Times the launcher started again.", registry=self.registry
+        )
+        restarts.set(restart_count)
         self._running = self._gauge("num_requests_running", "Requests in the running set.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to be run.")
         self._usage = self._gauge("kv_cache_usage_perc", "Part of KV blocks in use, 0 to 1.")

@@ -55,9 +55,12 @@ class Rank:
         self._engine: Leader | Peer | None = None
         self._front_end: FrontEnd | None = None
         self._has_failed = False
+        """This rank or its replica. A front end serves on with the replicas that are left."""
 
     def on_drain_signal(self, life: "asyncio.Task[int]") -> None:
         """Before ready the rank just ends, later the front ends drain the launch."""
+        if self._has_failed:
+            return  # what is left of this rank is its front end, which sees the signal itself
         if self._engine is None or not self._engine.is_ready:
             life.cancel()
         else:
@@ -71,12 +74,20 @@ class Rank:
             self.say_first_failure(f"{self._place.info}: {context['message']}")
             self._leave(EXIT_OWN_FAILURE)
 
-    def say_first_failure(self, cause: str) -> None:
-        """One line in this rank's log, and the launcher's file; what comes later is no first."""
+    def say_first_failure(self, cause: str, *, is_own: bool = True) -> None:
+        """One line in this rank's log, and the launcher's file; what comes later is no first.
+
+        A rank that lost another one writes that file when it ends: the launcher blames whose file
+        is the oldest, and dates a rank that left none by when it found it dead.
+        """
         if not self._has_failed:
             self._has_failed = True
             log.error("first failure: %s", cause)
-            report_to_launcher(self._place.env, f"ended because of {cause}")
+            if is_own:
+                self._report(cause)
+
+    def _report(self, cause: str) -> None:
+        report_to_launcher(self._place.env, f"ended because of {cause}")
 
     async def live(self) -> int:
         """Until the end; returns the exit status. Raises StartupError and EngineError."""
@@ -131,11 +142,10 @@ class Rank:
         trace.start(loop, links.key, place.front_end_ranks, subject.describe)
         failure = await self._engine.run()
         if failure is not None:
-            self.say_first_failure(failure.cause)
-            if failure.rank == place.rank and (doing := self._engine.look().where) != IDLE:
+            is_own = failure.rank == place.rank
+            self.say_first_failure(failure.cause, is_own=is_own)
+            if is_own and (doing := self._engine.look().where) != IDLE:
                 log.error("while in %s\n%s", doing, format_stacks(stacks_of_threads()))
-            if self._front_end is not None and self._front_end.health != "failed":
-                self._signals.request_drain()  # the streams of other replicas may end
         return failure
 
     async def _status(self, failure: Failure | None) -> int:
@@ -144,8 +154,10 @@ class Rank:
             return EXIT_OK
         assert self._engine is not None
         is_own = failure.rank == self._place.rank
-        if not is_own and self._place.env.kind != "none":
-            await wait_first(self._signals.first, limit_s=BLAME_HOLD_S)
+        if not is_own:
+            if self._place.env.kind != "none":
+                await wait_first(self._signals.first, limit_s=BLAME_HOLD_S)
+            self._report(failure.cause)
         if not self._engine.is_ready:
             return EXIT_STARTUP
         return EXIT_OWN_FAILURE if is_own else EXIT_LOST_PEER

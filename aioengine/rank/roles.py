@@ -74,4 +74,5 @@ def new_front_end(place: Place, links: Links, on_frozen: Callable[[RankInfo], No
         walltime=place.walltime,
         heartbeat_seconds=place.config.heartbeat_seconds,
         on_frozen=on_frozen,
+        restart_count=place.env.restart_count,
     )

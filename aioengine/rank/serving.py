@@ -96,7 +96,7 @@ class HttpService:
             return
         signals.request_drain(for_walltime=front_end.drain_is_for_walltime)
         limit_s = self._begin_drain()
-        await wait_first(front_end.idle, front_end.all_failed, signals.second, limit_s=limit_s)
+        await wait_first(front_end.idle, front_end.all_failed, signals.drain_over, limit_s=limit_s)
         if front_end.num_live:
             log.warning("the time for draining is over: %d requests cut off", front_end.num_live)
         front_end.end_streams(front_end.drain_cause or "the server is shutting down")

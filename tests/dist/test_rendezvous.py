@@ -1,6 +1,7 @@
 """The store at which ranks meet when no launcher opened one."""
 
 import asyncio
+import dataclasses
 import socket
 import threading
 import time
@@ -71,6 +72,13 @@ def test_rank_0_never_comes() -> None:
         open_launcher_store(rank_env(1, port), 1.0)
     assert time.monotonic() - before < LIMIT_S
     assert "\n" not in str(caught.value)
+
+
+def test_torchrun_is_gone() -> None:
+    """Its store was open before the ranks were started, so nobody waits for it."""
+    env = dataclasses.replace(rank_env(1, port := free_port()), agent_hosts_store=True)
+    with pytest.raises(StartupError, match=f"{port} .*; rank 0 or its launcher is not there"):
+        open_launcher_store(env, 1000.0)
 
 
 async def test_rank_0_is_frozen() -> None:

@@ -2,12 +2,13 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 
 import aiohttp
 import pytest
-from support.launching import STORIES, Launch, post, stream
+from support.launching import STORIES, Launch, post, rank_pids, stream
 
 pytestmark = pytest.mark.skipif(not STORIES.exists(), reason="needs the shared model")
 
@@ -59,16 +60,70 @@ async def test_serve_exits_0_on_sigterm() -> None:
         assert not launch.pids_left()
 
 
+@pytest.mark.parametrize(("flags", "num_signals"), [((), 2), (("--shutdown-timeout", "0"), 1)])
+async def test_nobody_waits_for_streams(flags: tuple[str, ...], num_signals: int) -> None:
+    """After a second signal, or with no time to drain in: an error event, at once."""
+    with Launch(*MODEL, *flags) as launch:
+        async with (
+            aiohttp.ClientSession(launch.wait_ready()) as session,
+            session.post("/v1/completions", json={**LONG, "n": 4, "stream": True}) as response,
+        ):
+            await response.content.readline()
+            for time in range(num_signals):
+                launch.terminate()
+                launch.wait_line("SIGTERM", times=time + 1)
+            text = (await response.read()).decode()
+        assert "the server is shutting down" in text.split("data: ")[-2]
+        assert text.endswith("data: [DONE]\n\n")
+        assert launch.wait_end() == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [None, pytest.param([*SERVE, "-tp", "2"], marks=pytest.mark.layouts)],
+    ids=["torchrun", "serve"],
+)
+@pytest.mark.parametrize(
+    "stage", ["ready: ", pytest.param("assigned as", marks=pytest.mark.layouts)]
+)
+def test_ranks_end_with_their_launcher(command: list[str] | None, stage: str) -> None:
+    with Launch(*MODEL, num_ranks=2, command=command) as launch:
+        launch.wait_line(stage)
+        launch.process.kill()
+        launch.wait_end()  # the log ends when the last rank has
+        assert launch.log.count("is gone; this rank ends within seconds") == 2
+        assert not launch.pids_left()
+
+
+def test_ranks_whose_launcher_died_before_they_looked() -> None:
+    """They have only just been started: nothing of theirs is in the log, nor will much be."""
+    with Launch(*MODEL, "-tp", "2", num_ranks=2) as launch:
+        while len(launch.pids_left()) < 3:
+            assert launch.process.poll() is None
+        launch.process.kill()
+        launch.wait_end()
+        assert "HTTP at" not in launch.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_start_up(number: signal.Signals) -> None:
+    with Launch(*MODEL, "-tp", "2", command=SERVE) as launch:
+        launch.wait_line("assigned as", times=2)
+        launch.process.send_signal(number)
+        assert launch.wait_end() == 0
+        assert launch.log.count("stopped during start-up") == 2
+        assert not launch.pids_left()
+
+
 @pytest.mark.parametrize("victim", range(4))
 async def test_killed_rank_ends_all(victim: int) -> None:
     """The client gets an error event, the log blames the right rank, nothing is left."""
     with Launch(*MODEL, "-tp", "2", "-pp", "2", num_ranks=4) as launch:
         async with aiohttp.ClientSession(launch.wait_ready()) as session:
-            async with session.get("/server_info") as info:
-                ranks = (await info.json())["replicas"][0]["ranks"]
+            pids = await rank_pids(session)
             async with session.post("/v1/completions", json={**LONG, "stream": True}) as response:
                 await response.content.readline()
-                os.kill(ranks[victim]["pid"], signal.SIGKILL)
+                os.kill(pids[victim], signal.SIGKILL)
                 if victim == 0:
                     with pytest.raises(aiohttp.ClientError):  # it carried the front end
                         await response.read()
@@ -80,6 +135,9 @@ async def test_killed_rank_ends_all(victim: int) -> None:
         lines = [line for line in launch.log.splitlines() if "first failure: " in line]
         assert len(lines) == 3
         assert all(f"first failure: rank {victim} (" in line for line in lines)
+        blamed = re.search(r"Root Cause.*?rank +: (\d+) .*?exitcode +: (-?\d+) ", launch.log, re.S)
+        assert blamed is not None
+        assert blamed.groups() == (str(victim), str(-signal.SIGKILL))
         assert not launch.pids_left()
 
 

@@ -7,7 +7,7 @@ import time
 import aiohttp
 import pytest
 from support.golden_rows import check_rows
-from support.launching import SHARED, STORIES, Launch, golden
+from support.launching import SHARED, STORIES, Launch, golden, post, rank_pids
 from support.starters import srun
 
 pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared reference values")
@@ -37,9 +37,8 @@ async def test_a_killed_task_ends_its_step() -> None:
     with Launch(*MODEL, "-tp", "2", command=srun(2)) as launch:
         url = launch.wait_ready()
         await check_rows(url, golden("stories260k_greedy"))
-        async with aiohttp.ClientSession(url) as session, session.get("/server_info") as info:
-            ranks = (await info.json())["replicas"][0]["ranks"]
-        os.kill(ranks[1]["pid"], signal.SIGKILL)
+        async with aiohttp.ClientSession(url) as session:
+            os.kill((await rank_pids(session))[1], signal.SIGKILL)
         assert launch.wait_end(10.0) == 128 + signal.SIGKILL
         assert "first failure: rank 1 (dp0 pp0 tp1)" in launch.log
         assert not launch.pids_left()
@@ -52,6 +51,40 @@ async def test_a_job_that_is_about_to_end() -> None:
         assert launch.wait_end() == 1
         refusal = "--walltime-margin 60: nothing would be served; walltime: the job ends at "
         assert launch.log.count(refusal) == 2
+        assert not launch.pids_left()
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "flags", "failed"),
+    [
+        pytest.param(2, (), 1, id="another replica"),
+        pytest.param(4, ("-tp", "2"), 0, id="the replica of the front end"),
+    ],
+)
+async def test_healthy_replicas_serve_on(
+    num_tasks: int, flags: tuple[str, ...], failed: int
+) -> None:
+    """Nobody sends SIGTERM. The front end stays for them even if its own replica has failed."""
+    with Launch(*MODEL, *flags, command=srun(num_tasks)) as launch:
+        async with aiohttp.ClientSession(launch.wait_ready()) as session:
+            healthy = {"X-data-parallel-rank": str(1 - failed)}
+            body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 400}
+            os.kill((await rank_pids(session))[1], signal.SIGKILL)
+            async with session.post("/v1/completions", json=body, headers=healthy) as under_way:
+                before = (await under_way.json())["choices"]
+            launch.wait_line(f"replica dp{failed} failed: rank 1 ")
+            for _ in range(2):  # routed, not pinned
+                assert (await post(session, "/v1/completions", body))["choices"] == before
+            async with session.get("/readyz") as ready, session.get("/health") as health:
+                assert (ready.status, health.status) == (200, 200)
+                state = await health.json()
+            assert state["status"] == "degraded"
+            assert state["causes"][0].startswith("rank 1 (")
+        launch.terminate()
+        assert launch.wait_end() == 128 + signal.SIGKILL
+        for task in range(num_tasks):
+            status = {failed: 71, 1: 128 + signal.SIGKILL}.get(task, 0)
+            assert f"task {task} ended with status {status}" in launch.log
         assert not launch.pids_left()
 
 

@@ -1,6 +1,7 @@
 """Ranks find rank 0 through a store, prove themselves, and get one roster."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -9,7 +10,7 @@ import pytest
 from support.connections import MAX_FRAME_BYTES, raw_dial
 from support.launches import CONFIG, BootstrapRank, DictStore, info, outcomes
 
-from aioengine.control.bootstrap import Answer, run_in_daemon_thread
+from aioengine.control.bootstrap import Answer, answer_hellos, run_in_daemon_thread
 from aioengine.control.channel import frame
 from aioengine.control.handshake import attempt_key, dial
 from aioengine.errors import HandshakeError, StartupError, StartupTimeoutError
@@ -251,6 +252,33 @@ async def test_strangers_at_rank_0_do_no_harm() -> None:
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
             await silent.receive()
     check_rosters([first.result(), second], 2)
+
+
+class FrozenStore(DictStore):
+    """Answers nothing until `thaw` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+        self.thaw = threading.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def check(self, keys: list[str]) -> bool:
+        self._loop.call_soon_threadsafe(self.asked.set)
+        return self.thaw.wait()
+
+
+async def test_rank_0_is_asked_to_end_while_the_store_is_frozen() -> None:
+    store = FrozenStore()
+    async with asyncio.timeout(CONFIG.startup_timeout_seconds / 2), asyncio.TaskGroup() as tasks:
+        gathering = tasks.create_task(BootstrapRank(0, 2, store).outcome())
+        await store.asked.wait()
+        gathering.cancel()
+    store.set("hello/1", "")
+    store.thaw.set()
+    for thread in threading.enumerate():  # left behind, it tells this loop when it ends
+        if thread.name == answer_hellos.__name__:
+            await asyncio.to_thread(thread.join)  # noqa: TID251
 
 
 # --- the thread that waits -----------------------------------------------------------------------

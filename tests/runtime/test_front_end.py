@@ -476,3 +476,15 @@ async def test_a_silent_leader_is_a_failed_replica() -> None:
         beats.cancel()
     assert front_end.causes == [f"{info(0)}: silent for more than --heartbeat-seconds 0.1"]
     assert frozen == [info(0)]
+
+
+async def test_a_failed_leader_hears_no_more() -> None:
+    """It may stay for hours, in the process of the front end, and read nothing."""
+    front_end, (failed, serving) = front_end_with_leaders(2, heartbeat_seconds=0.1)
+    failed.fail("rank 1 is gone")
+    await settle()
+    async with asyncio.TaskGroup() as tasks:
+        beats = tasks.create_task(front_end.run_heartbeats())
+        await serving.next(Heartbeat)
+        beats.cancel()
+    assert not failed.messages

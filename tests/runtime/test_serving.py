@@ -33,7 +33,7 @@ class Job:
 
     def __init__(self, left_s: float | None, margin_s: float, shutdown_timeout: float) -> None:
         self.walltime = Walltime(left_s, margin_s, lambda: 0.0)
-        self.signals = Signals(shutdown_timeout, watch_parent=False)
+        self.signals = Signals(shutdown_timeout, launcher_pid=0)
         self.front_end, (self.leader,) = front_end_with_leaders(1, walltime=self.walltime)
         source = resolve_model(str(STORIES), LONG_S)
         model = read_model_config(source)

@@ -85,20 +85,22 @@ class Launch:
         with self._changed:
             return "".join(self._lines)
 
-    def wait_ready(self) -> str:
-        """The URL, once the launch serves."""
-        return self.wait_line(r"ready: .* at (\S+)", READY_S)[1]
+    def wait_ready(self, times: int = 1) -> str:
+        """The URL, once the launch serves (for that many times, with restarts)."""
+        return self.wait_line(r"ready: .* at (\S+)", READY_S, times)[1]
 
-    def wait_line(self, pattern: str, timeout_s: float = END_S) -> re.Match[str]:
-        """The first line that matches; fails when the launch ends without one."""
+    def wait_line(self, pattern: str, timeout_s: float = END_S, times: int = 1) -> re.Match[str]:
+        """The line that is the `times`th to match; fails when the launch ends without it."""
         compiled = re.compile(pattern)
         deadline = time.monotonic() + timeout_s
-        seen = 0
+        seen, left_to_match = 0, times
         with self._changed:
             while True:
                 for line in self._lines[seen:]:
                     if match := compiled.search(line):
-                        return match
+                        left_to_match -= 1
+                        if not left_to_match:
+                            return match
                 seen = len(self._lines)
                 left = deadline - time.monotonic()
                 assert not self._is_closed, f"the launch ended without {pattern!r}"
@@ -171,6 +173,13 @@ async def post(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) 
         answer: dict[str, Any] = await response.json()
         assert response.status == 200, answer
         return answer
+
+
+async def rank_pids(session: aiohttp.ClientSession) -> dict[int, int]:
+    """The process of every rank that serves."""
+    async with session.get("/server_info") as response:
+        replicas = (await response.json())["replicas"]
+    return {rank["rank"]: rank["pid"] for replica in replicas for rank in replica["ranks"]}
 
 
 async def stream(

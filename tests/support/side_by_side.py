@@ -2,7 +2,8 @@
 
 TASKS is a JSON list of [command line, environment]; each command gets the arguments appended. All
 share this process's output. Signals go on to each; one that ends does not end the others, as with
-srun without --kill-on-bad-exit. The status is the highest of theirs, 128 + number for a signal.
+srun without --kill-on-bad-exit. A line says with which status each has ended, 128 + number for a
+signal; the highest is this process's status.
 """
 
 import json
@@ -14,19 +15,25 @@ from types import FrameType
 
 
 def main() -> int:
-    tasks = [
-        subprocess.Popen([*command, *sys.argv[2:]], env={**os.environ, **environment})
-        for command, environment in json.loads(sys.argv[1])
-    ]
+    tasks = {
+        subprocess.Popen([*command, *sys.argv[2:]], env={**os.environ, **environment}).pid: number
+        for number, (command, environment) in enumerate(json.loads(sys.argv[1]))
+    }
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        for task in tasks:
-            task.send_signal(number)
+        for pid in tasks:
+            os.kill(pid, number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, pass_on)
-    statuses = [task.wait() for task in tasks]
-    return max(status if status >= 0 else 128 - status for status in statuses)
+    highest = 0
+    while tasks:
+        pid, wait_status = os.wait()
+        code = os.waitstatus_to_exitcode(wait_status)
+        status = code if code >= 0 else 128 - code
+        print(f"task {tasks.pop(pid)} ended with status {status}", flush=True)
+        highest = max(highest, status)
+    return highest
 
 
 if __name__ == "__main__":
