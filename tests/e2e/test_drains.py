@@ -1,0 +1,108 @@
+"""SIGTERM at a random moment under load: no accepted request is lost, every rank ends with 0."""
+
+import asyncio
+import random
+import sys
+import time
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from support.chaos_case import summary
+from support.launching import STORIES, Launch, rank_command
+from support.sightings import KnownRequest, Sighting, known_requests, patient_session, watch
+
+pytestmark = pytest.mark.skipif(not STORIES.exists(), reason="needs the shared model")
+
+NUM_CLIENTS = 12
+"""Each sends one request after the other; every third does not stream."""
+MAX_TOKENS = 200
+MAX_EVENTS = 1200
+"""SIGTERM comes after fewer events of all streams together, perhaps after none."""
+SERVE = [sys.executable, "-m", "aioengine.cli", "serve"]
+STARTS = {
+    # name: command, flags, number of ranks, exit status of the launcher on SIGTERM
+    "one rank": (rank_command(1), (), 1, 0),
+    "torchrun pp2": (rank_command(2), ("-pp", "2"), 2, 1),
+    "torchrun dp2": (rank_command(2), (), 2, 1),
+    "serve tp2": (SERVE, ("-tp", "2"), 2, 0),
+}
+CASES = [(seed, start) for seed in range(10) for start in STARTS]
+CI_CASES = [(0, "torchrun pp2"), (1, "one rank")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def requests() -> list[KnownRequest]:
+    return await known_requests(8, MAX_TOKENS)
+
+
+class Load:
+    """Clients that send requests until they are turned away."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        requests: list[KnownRequest],
+        chance: random.Random,
+        num_events: int,
+    ) -> None:
+        """`has_come` is set once the streams have got `num_events` events together."""
+        self.has_come = asyncio.Event()
+        self.seen: list[Sighting] = []
+        self._session = session
+        self._requests = requests
+        self._chance = chance
+        self._num_events_left = num_events
+        self._note_event(0)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(NUM_CLIENTS):
+                tasks.create_task(self._send_requests(stream=index % 3 != 0))
+
+    async def _send_requests(self, *, stream: bool) -> None:
+        is_served = True
+        while is_served:
+            request = self._chance.choice(self._requests)
+            request = request.first(self._chance.randrange(1, MAX_TOKENS))
+            sighting = await watch(
+                self._session, request, stream=stream, on_tokens=self._note_event
+            )
+            self.seen.append(sighting)
+            is_served = sighting.ending == "finished"
+
+    def _note_event(self, num_events: int = 1) -> None:
+        self._num_events_left -= num_events
+        if self._num_events_left <= 0:
+            self.has_come.set()
+
+
+@pytest.mark.parametrize(
+    ("seed", "start"),
+    [pytest.param(*case, marks=[] if case in CI_CASES else pytest.mark.chaos) for case in CASES],
+)
+async def test_nothing_accepted_is_lost(
+    seed: int, start: str, requests: list[KnownRequest]
+) -> None:
+    chance = random.Random(seed)
+    command, flags, num_ranks, status = STARTS[start]
+    with Launch("--model", str(STORIES), *flags, command=command) as launch:
+        async with patient_session(launch.wait_ready()) as session, asyncio.TaskGroup() as tasks:
+            load = Load(session, requests, chance, chance.randrange(MAX_EVENTS))
+            tasks.create_task(load.run())
+            await load.has_come.wait()
+            launch.terminate()
+            terminated = time.monotonic()
+        assert launch.wait_end() == status
+        assert launch.log.count("ended in order") == num_ranks
+        assert not launch.pids_left()
+    accepted = [seen for seen in load.seen if seen.started < terminated]
+    late = [seen for seen in load.seen if seen.started >= terminated]
+    turned_away = ("refused", "unreachable")
+    lost = [
+        seen
+        for seen in load.seen
+        if not seen.is_right or seen.ending not in ("finished", *turned_away)
+    ]
+    print(start, seed, summary(accepted), "|", summary(late))
+    assert not lost, lost

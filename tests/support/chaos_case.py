@@ -1,0 +1,277 @@
+"""One fault in one launch of two replicas that both stream: what all saw, and what is left."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+from support.chaos_faults import FINISHED, GONE_LIMIT_S, HEARTBEAT_S, Fault, Promise, promise
+from support.launching import STORIES, Launch
+from support.sightings import KnownRequest, Sighting, patient_session, watch
+
+from aioengine.layout import ParallelLayout
+
+ADMIN_KEY: Final = "chaos"
+NUM_EVENTS_BEFORE: Final = 5
+"""Every stream has got so many when the fault comes."""
+KILLED: Final = "killed"
+
+
+@dataclass(slots=True)
+class Case:
+    """What a fault on a rank did. `problems` lists what the contract promises otherwise."""
+
+    fault: Fault
+    victim: int
+    layout: ParallelLayout
+    failed_clients: list[Sighting] = field(default_factory=list)
+    other_clients: list[Sighting] = field(default_factory=list)
+    caller_saw: str = ""
+    """The answer of `/collective_rpc` that caused the fault."""
+    happened: float = 0.0
+    ended: dict[int, float] = field(default_factory=dict)
+    """When each rank was gone; both by `time.monotonic()`."""
+    statuses: dict[int, int | str] = field(default_factory=dict)
+    first_failures: list[str] = field(default_factory=list)
+    num_processes_left: int = 0
+    shared_memory_left: set[str] = field(default_factory=set)
+
+    @property
+    def promise(self) -> Promise:
+        return promise(self.fault, self.victim, self.layout)
+
+    @property
+    def error_s(self) -> float:
+        """From the fault to the last failed client's error."""
+        return max(seen.ended for seen in self.failed_clients) - self.happened
+
+    @property
+    def gone_s(self) -> float:
+        """From the fault until the failed ranks were gone."""
+        ended = [self.ended[rank] for rank in self.promise.gone_ranks]
+        return max(ended, default=self.happened) - self.happened
+
+    @property
+    def num_outlasting(self) -> int:
+        """Streams of the other replica that got tokens after the failed ones had ended."""
+        failed = max(seen.ended for seen in self.failed_clients)
+        return sum(seen.last_token > failed for seen in self.other_clients)
+
+    def problems(self) -> list[str]:
+        return [*self._client_problems(), *self._rank_problems()]
+
+    def _client_problems(self) -> Iterator[str]:
+        promised = self.promise
+        for whose, seen, wanted in (
+            ("failed", self.failed_clients, promised.failed_clients),
+            ("other", self.other_clients, promised.other_clients),
+        ):
+            if not all(client.ending in wanted and client.is_right for client in seen):
+                yield f"clients of the {whose} replica: wanted {set(wanted)}, saw {summary(seen)}"
+        if promised.failed_clients == FINISHED:
+            return
+        if self.error_s > self.fault.error_limit_s:
+            yield f"error after {self.error_s:.2f} s, limit {self.fault.error_limit_s} s"
+        errors = {seen.message for seen in self.failed_clients if seen.ending == "error"}
+        if promised.is_blamed and not all(f"rank {self.victim} (" in error for error in errors):
+            yield f"the error names another rank: {errors}"
+
+    def _rank_problems(self) -> Iterator[str]:
+        promised = self.promise
+        if self.gone_s > GONE_LIMIT_S:
+            yield f"failed ranks gone after {self.gone_s:.1f} s"
+        for rank, status in promised.statuses.items():
+            wanted = KILLED if status is None else status
+            if self.statuses[rank] != wanted:
+                yield f"rank {rank} ended with {self.statuses[rank]}, wanted {wanted}"
+        num_wanted = sum(status in (70, 71) for status in promised.statuses.values())
+        if len(self.first_failures) != num_wanted:
+            yield f"{len(self.first_failures)} 'first failure' lines, wanted {num_wanted}"
+        blamed = f"first failure: rank {self.victim} ("
+        if promised.is_blamed and not all(blamed in line for line in self.first_failures):
+            yield f"another rank is blamed: {self.first_failures}"
+        if self.num_processes_left or self.shared_memory_left:
+            yield f"left: {self.num_processes_left} processes, {self.shared_memory_left}"
+
+
+class Ends:
+    """When processes end, told by the kernel to this event loop."""
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        """`pids` by rank."""
+        self.at: dict[int, float] = {}
+        self._pidfds = {rank: os.pidfd_open(pid) for rank, pid in pids.items()}
+        for rank, pidfd in self._pidfds.items():
+            asyncio.get_running_loop().add_reader(pidfd, self._on_end, rank)
+
+    def _on_end(self, rank: int) -> None:
+        self.at[rank] = time.monotonic()
+        self._forget(rank)
+
+    def _forget(self, rank: int) -> None:
+        pidfd = self._pidfds.pop(rank)
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+
+    def close(self) -> None:
+        for rank in list(self._pidfds):
+            self._forget(rank)
+
+
+@contextmanager
+def ends_of(pids: Mapping[int, int]) -> Iterator[Ends]:
+    ends = Ends(pids)
+    try:
+        yield ends
+    finally:
+        ends.close()
+
+
+def faulty_launch(layout: ParallelLayout) -> Launch:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    size = str(layout.launch_world_size)
+    command = [*torchrun, "--nproc-per-node", size, "-m", "support.faulty_rank"]
+    flags = {
+        "--model": STORIES,
+        "-tp": layout.tp_size,
+        "-pp": layout.pp_size,
+        "-dp": layout.dp_size,
+        "--heartbeat-seconds": HEARTBEAT_S,
+        "--admin-api-key": ADMIN_KEY,
+    }
+    words = [str(word) for pair in flags.items() for word in pair]
+    tests = Path(__file__).parents[1]
+    return Launch(*words, command=command, env={"PYTHONPATH": f"{tests.parent}:{tests}"})
+
+
+async def pids_by_rank(session: aiohttp.ClientSession) -> dict[int, int]:
+    async with session.get("/server_info") as info:
+        replicas = (await info.json())["replicas"]
+    return {rank["rank"]: rank["pid"] for replica in replicas for rank in replica["ranks"]}
+
+
+class Streams:
+    """Streams on both replicas, all of them under way once the context is entered."""
+
+    def __init__(self, session: aiohttp.ClientSession, requests: Sequence[KnownRequest]) -> None:
+        self._session = session
+        self._requests = requests
+        self._num_to_start = 2 * len(requests)
+        self._started = asyncio.Event()
+        self._running: dict[int, list[asyncio.Task[Sighting]]] = {0: [], 1: []}
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        for dp_rank, running in self._running.items():
+            for request in self._requests:
+                watching = self._watch(request, dp_rank)
+                running.append(tasks.create_task(watching))
+        await self._started.wait()
+
+    async def seen(self, dp_rank: int) -> list[Sighting]:
+        """Of one replica's streams, once all of them have ended."""
+        return [await task for task in self._running[dp_rank]]
+
+    async def _watch(self, request: KnownRequest, dp_rank: int) -> Sighting:
+        num_events = 0
+
+        def count() -> None:
+            nonlocal num_events
+            num_events += 1
+            if num_events == NUM_EVENTS_BEFORE:
+                self._num_to_start -= 1
+                if not self._num_to_start:
+                    self._started.set()
+
+        return await watch(self._session, request, dp_rank=dp_rank, on_tokens=count)
+
+
+async def run_case(
+    fault: Fault, victim: int, layout: ParallelLayout, requests: Sequence[KnownRequest]
+) -> Case:
+    """Each replica streams `requests` when `fault` hits the rank `victim`."""
+    case = Case(fault, victim, layout)
+    memory_before = shared_memory_names()
+    with faulty_launch(layout) as launch:
+        url = await asyncio.to_thread(launch.wait_ready)  # noqa: TID251
+        async with patient_session(url) as session:
+            pids = await pids_by_rank(session)
+            with ends_of(pids) as ends:
+                await _break(case, launch, session, pids, requests)
+                if fault is Fault.METHOD:
+                    launch.terminate()  # nothing has ended
+                await asyncio.to_thread(launch.wait_end)  # noqa: TID251
+                case.ended = ends.at
+        _read_log(case, launch.log)
+        case.num_processes_left = len(launch.pids_left())
+    case.shared_memory_left = shared_memory_names() - memory_before
+    return case
+
+
+async def _break(
+    case: Case,
+    launch: Launch,
+    session: aiohttp.ClientSession,
+    pids: Mapping[int, int],
+    requests: Sequence[KnownRequest],
+) -> None:
+    """Cause the fault while all streams are under way; return when they have ended."""
+    failed = case.layout.coords(case.victim).dp
+    streams = Streams(session, requests)
+    async with asyncio.TaskGroup() as tasks:
+        await streams.start(tasks)
+        case.happened = time.monotonic()
+        match case.fault:
+            case Fault.SIGKILL:
+                os.kill(pids[case.victim], signal.SIGKILL)
+            case Fault.SIGSTOP:
+                os.kill(pids[case.victim], signal.SIGSTOP)
+            case Fault.ORPHANED:
+                launch.process.kill()
+            case _:
+                case.caller_saw = await _call(session, case.fault, case.victim)
+        case.failed_clients = await streams.seen(failed)
+        case.other_clients = await streams.seen(1 - failed)
+
+
+async def _call(session: aiohttp.ClientSession, fault: Fault, victim: int) -> str:
+    """What the caller of the breaking method gets."""
+    args = [victim, 3] if fault is Fault.EXIT else [victim]
+    body = {"method": fault.method, "args": args, "timeout": 30.0}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    try:
+        async with session.post("/collective_rpc", json=body, headers=headers) as response:
+            answer: dict[str, Any] = await response.json()
+            return f"{response.status} {answer['error']['message'] if 'error' in answer else 'ok'}"
+    except aiohttp.ClientError as error:
+        return f"reset ({type(error).__name__})"
+
+
+def _read_log(case: Case, log: str) -> None:
+    """When the fault happened on its rank, how ranks ended, whom they blamed."""
+    if case.fault.method is not None:
+        said = re.search(r"^fault at (\S+)$", log, re.MULTILINE)
+        assert said, "the fault did not happen"
+        case.happened = float(said[1])
+    case.statuses = dict.fromkeys(range(case.layout.launch_world_size), KILLED)
+    for status, rank in re.findall(r"exit status (\d+) of rank (\d+)", log):
+        case.statuses[int(rank)] = int(status)
+    case.first_failures = [line for line in log.splitlines() if "first failure: " in line]
+
+
+def summary(seen: Iterable[Sighting]) -> str:
+    """Such as "3 finished, 1 reset after a WRONG token"."""
+    words = (s.ending if s.is_right else f"{s.ending} after a WRONG token" for s in seen)
+    return ", ".join(f"{number} {what}" for what, number in Counter(words).items())
+
+
+def shared_memory_names() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
