@@ -4,7 +4,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -16,9 +17,9 @@ GIVE_UP_S: Final = 120.0
 TIE_GAP: Final = 1e-3
 """Log probabilities this close may change places with the layout or the batch."""
 
-Ending = Literal["finished", "error", "refused", "reset", "unreachable", "hung"]
-"""`error` is an error event of a stream (or a status that is none of these); `refused` a 503 with
-Retry-After; `reset` a connection that ended in the middle."""
+Ending = Literal["finished", "left", "error", "refused", "reset", "unreachable", "hung"]
+"""`left` by the client itself; `error` an error event of a stream, or a status that is none of
+these; `refused` a 503 with Retry-After; `reset` a connection that ended in the middle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,13 @@ async def watch(
     dp_rank: int | None = None,
     stream: bool = True,
     on_tokens: Callable[[], object] = lambda: None,
+    pause_s: float = 0.0,
+    leave_after: int | None = None,
 ) -> Sighting:
     """Send a request and look at what comes. Raises nothing, whatever the server does.
 
     `dp_rank` pins it to a replica. `on_tokens` is called for each event of a stream with tokens.
+    A slow reader pauses after each of them, an impatient one hangs up after `leave_after`.
     """
     sighting = Sighting(request)
     headers = {} if dp_rank is None else {"X-data-parallel-rank": str(dp_rank)}
@@ -91,7 +95,13 @@ async def watch(
                 sighting.ending = "refused" if refused else "error"
                 sighting.message = (await response.json())["error"]["message"]
             elif stream:
-                await _read_events(response, sighting, on_tokens)
+                async with aclosing(_token_events(response, sighting)) as events:
+                    async for num_events in events:
+                        on_tokens()
+                        if num_events == leave_after:
+                            sighting.ending = "left"
+                            break
+                        await asyncio.sleep(pause_s)
             else:
                 choice = (await response.json())["choices"][0]
                 sighting.token_ids, sighting.ending = choice["token_ids"], "finished"
@@ -105,11 +115,12 @@ async def watch(
     return sighting
 
 
-async def _read_events(
-    response: aiohttp.ClientResponse, sighting: Sighting, on_tokens: Callable[[], object]
-) -> None:
-    """Up to the end, which is well only after a [DONE]."""
+async def _token_events(
+    response: aiohttp.ClientResponse, sighting: Sighting
+) -> AsyncGenerator[int, None]:
+    """Note what comes, up to the end, which is well only with a [DONE]; counts token events."""
     ending: Ending = "reset"
+    num_events = 0
     async for line in response.content:
         if line.strip() == b"data: [DONE]":
             sighting.ending = ending
@@ -125,7 +136,8 @@ async def _read_events(
         sighting.last_token = time.monotonic()
         if choice["finish_reason"] is not None:
             ending = "finished"
-        on_tokens()
+        num_events += 1
+        yield num_events
     sighting.ending, sighting.message = "reset", "the stream ended without [DONE]"
 
 
@@ -167,15 +179,3 @@ def _has_tie(top_logprobs: list[dict[str, float]]) -> bool:
         if len(best) == 2 and best[0] - best[1] < TIE_GAP:
             return True
     return False
-
-
-async def watch_all(
-    session: aiohttp.ClientSession, requests: Iterable[tuple[KnownRequest, int]]
-) -> list[Sighting]:
-    """Streams of these requests on these replicas, all at once."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(watch(session, request, dp_rank=dp_rank))
-            for request, dp_rank in requests
-        ]
-    return [task.result() for task in running]
