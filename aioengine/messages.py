@@ -179,6 +179,8 @@ class ReplicaFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The first failure of the replica, as the line that every rank logs."""
 
     cause: str
+    rank: int | None = None
+    """The one to blame, if it is known."""
 
 
 class DrainRequested(msgspec.Struct, frozen=True, array_like=True, tag="drain"):

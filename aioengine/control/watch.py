@@ -25,7 +25,7 @@ BEATS_PER_LIMIT: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`rank` is None when the cause was told by another rank."""
+    """`rank` is None when no single rank is to blame."""
 
     cause: str
     rank: int | None = None

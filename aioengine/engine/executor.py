@@ -180,10 +180,10 @@ class Executor:
             self._watch.fail(cause, late[0])
             raise ReplicaFailedError(cause) from None
 
-    async def announce_failure(self, cause: str) -> None:
+    async def announce_failure(self, failure: Failure) -> None:
         """Tell the peers that are left why the replica ends."""
         for link in self._peers.values():
-            link.send(ReplicaFailed(cause))
+            link.send(ReplicaFailed(failure.cause, failure.rank))
         for link in self._peers.values():
             await link.flush()
 

@@ -244,8 +244,8 @@ class Leader:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 for link in self._front_ends.values():
-                    link.send(ReplicaFailed(failure.cause))
-                await self._executor.announce_failure(failure.cause)
+                    link.send(ReplicaFailed(failure.cause, failure.rank))
+                await self._executor.announce_failure(failure)
                 for link in self._front_ends.values():
                     await link.flush()
         return failure

@@ -99,8 +99,8 @@ class Peer:
             case Heartbeat():
                 self._armed.set()  # a leader sends them once the replica is ready
                 self._watch.heard(self._leader_rank, command)
-            case ReplicaFailed(cause=cause):
-                self._watch.fail(cause)
+            case ReplicaFailed(cause=cause, rank=rank):
+                self._watch.fail(cause, rank)
             case Shutdown():
                 self._ended.set()
             case _:

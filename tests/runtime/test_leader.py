@@ -199,7 +199,7 @@ async def test_a_lost_peer_is_named_everywhere(
         failure = await replica.failure(0)
         assert (failure.cause, failure.rank) == (failed.cause, lost)
         others_view = await replica.failure(3 - lost)
-        assert (others_view.cause, others_view.rank) == (failed.cause, None)
+        assert (others_view.cause, others_view.rank) == (failed.cause, lost)
 
 
 async def test_a_peer_lost_while_loading_is_named_everywhere() -> None:

@@ -96,6 +96,13 @@ async def test_the_leaders_word_about_the_cause_counts() -> None:
         assert await leader.failure() == Failure("rank 2: gone", None)
 
 
+async def test_the_leader_says_when_the_failure_is_this_ranks_own() -> None:
+    """So that its exit status does, too."""
+    async with running_peer() as leader:
+        leader.send(ReplicaFailed("rank 1: its job raised", 1))
+        assert await leader.failure() == Failure("rank 1: its job raised", 1)
+
+
 async def test_an_exception_is_reported_and_the_leader_decides() -> None:
     async with running_peer() as leader:
         leader.worker.on_execute = lambda plan: 1 / 0  # type: ignore[assignment,return-value]

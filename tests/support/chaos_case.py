@@ -76,7 +76,7 @@ class Case:
             ("other", self.other_clients, promised.other_clients),
         ):
             if not all(client.ending in wanted and client.is_right for client in seen):
-                yield f"clients of the {whose} replica: wanted {set(wanted)}, saw {summary(seen)}"
+                yield f"clients of the {whose} replica: {summary(seen)}: {set(map(str, seen))}"
         if promised.failed_clients == FINISHED:
             return
         if self.error_s > self.fault.error_limit_s:

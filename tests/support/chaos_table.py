@@ -19,7 +19,7 @@ from aioengine.layout import ParallelLayout
 
 NUM_STREAMS: Final = 4
 """On each replica."""
-MAX_TOKENS: Final = 400
+MAX_TOKENS: Final = 300
 
 HEADER: Final = (
     "fault",
