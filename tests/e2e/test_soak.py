@@ -17,9 +17,9 @@ pytestmark = [
 SOAK_S = float(os.environ.get("AIOENGINE_TEST_SOAK_SECONDS", "120"))
 MIN_STEPS = 2000
 """Of each replica, even if that takes longer."""
-RSS_GROWTH_BYTES = 4 * 2**20
-"""From the second third of the rounds to the last: what the allocator may still find new places
-for. A leak of a kilobyte per request, or of a hundred bytes per step, is more in ten minutes."""
+RSS_GROWTH_BYTES = 2**20
+"""From the second third of the rounds to the last, when caches and arenas have their size: 0.1 MiB
+in ten minutes is usual. A kilobyte lost per request, or 100 bytes per step, would be 2 MiB."""
 FD_GROWTH = 2
 """The connection of a client that has just left may not be closed yet."""
 

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
-from support.chaos_faults import FINISHED, GONE_LIMIT_S, HEARTBEAT_S, Fault, Promise, promise
+from support.chaos_faults import (
+    FINISHED,
+    GONE_LIMIT_S,
+    HEARTBEAT_S,
+    KILLED,
+    Fault,
+    Promise,
+    promise,
+)
 from support.launching import STORIES, Launch
 from support.sightings import KnownRequest, Sighting, patient_session, watch
 
@@ -23,7 +31,6 @@ from aioengine.layout import ParallelLayout
 ADMIN_KEY: Final = "chaos"
 NUM_EVENTS_BEFORE: Final = 5
 """Every stream has got so many when the fault comes."""
-KILLED: Final = "killed"
 
 
 @dataclass(slots=True)
@@ -82,25 +89,30 @@ class Case:
         if self.error_s > self.fault.error_limit_s:
             yield f"error after {self.error_s:.2f} s, limit {self.fault.error_limit_s} s"
         errors = {seen.message for seen in self.failed_clients if seen.ending == "error"}
-        if promised.is_blamed and not all(f"rank {self.victim} (" in error for error in errors):
-            yield f"the error names another rank: {errors}"
+        yield from self._blame_problems(errors)
 
     def _rank_problems(self) -> Iterator[str]:
         promised = self.promise
         if self.gone_s > GONE_LIMIT_S:
             yield f"failed ranks gone after {self.gone_s:.1f} s"
-        for rank, status in promised.statuses.items():
-            wanted = KILLED if status is None else status
-            if self.statuses[rank] != wanted:
-                yield f"rank {rank} ended with {self.statuses[rank]}, wanted {wanted}"
-        num_wanted = sum(status in (70, 71) for status in promised.statuses.values())
-        if len(self.first_failures) != num_wanted:
-            yield f"{len(self.first_failures)} 'first failure' lines, wanted {num_wanted}"
-        blamed = f"first failure: rank {self.victim} ("
-        if promised.is_blamed and not all(blamed in line for line in self.first_failures):
-            yield f"another rank is blamed: {self.first_failures}"
+        for rank, status in self.statuses.items():
+            if status not in promised.statuses[rank]:
+                yield f"rank {rank} ended with {status}, wanted {set(promised.statuses[rank])}"
+        num_failed = sum(status in (70, 71) for status in self.statuses.values())
+        if len(self.first_failures) != num_failed:
+            yield f"{len(self.first_failures)} 'first failure' lines of {num_failed} failed ranks"
+        yield from self._blame_problems(self.first_failures)
         if self.num_processes_left or self.shared_memory_left:
             yield f"left: {self.num_processes_left} processes, {self.shared_memory_left}"
+
+    def _blame_problems(self, texts: Iterable[str]) -> Iterator[str]:
+        """Texts that name another rank than those who may be blamed."""
+        if blamed := self.promise.blamed:
+            names = tuple(f"rank {rank} (" for rank in blamed)
+            for text in texts:
+                said = text.partition("first failure: ")[2] or text
+                if not said.startswith(names):
+                    yield f"another rank is blamed: {said}"
 
 
 class Ends:

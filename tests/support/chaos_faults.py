@@ -91,45 +91,53 @@ class Promise:
 
     failed_clients: frozenset[Ending]
     other_clients: frozenset[Ending]
-    statuses: dict[int, int | None]
-    """Exit status by rank; None where nobody can tell it: killed."""
+    statuses: dict[int, frozenset[int | str]]
+    """Exit status by rank, KILLED where nobody can tell it."""
     gone_ranks: frozenset[int]
     """Those that end within `GONE_LIMIT_S`: not a front end that serves the other replica on."""
-    is_blamed: bool = True
-    """Error events and `first failure` lines name the victim."""
+    blamed: frozenset[int]
+    """Error events and `first failure` lines name one of these ranks, if there are any."""
 
 
 FINISHED: Final[frozenset[Ending]] = frozenset({"finished"})
 FAILED: Final[frozenset[Ending]] = frozenset({"error"})
 RESET: Final[frozenset[Ending]] = frozenset({"reset"})
+KILLED: Final = "killed"
+NOBODY: Final[frozenset[int]] = frozenset()
 
 
 def promise(fault: Fault, victim: int, layout: ParallelLayout) -> Promise:
     """`victim` is the rank that is hit; it does not matter when the agent is."""
-    everybody = range(layout.launch_world_size)
-    in_order: dict[int, int | None] = dict.fromkeys(everybody, 0)
+    everybody = frozenset(range(layout.launch_world_size))
+    statuses: dict[int, frozenset[int | str]] = dict.fromkeys(everybody, frozenset({0}))
     if fault is Fault.METHOD:
-        return Promise(FINISHED, FINISHED, in_order, frozenset())
+        return Promise(FINISHED, FINISHED, statuses, gone_ranks=NOBODY, blamed=NOBODY)
     if fault is Fault.ORPHANED:
         drained = FINISHED | FAILED
-        return Promise(drained, drained, in_order, frozenset(everybody), is_blamed=False)
-    replica = layout.replica(victim)
+        return Promise(drained, drained, statuses, gone_ranks=everybody, blamed=NOBODY)
     takes_front_end = victim == 0 and (fault.ends_process or fault is Fault.DROP)
-    failing = everybody if takes_front_end else replica
-    statuses = in_order | dict.fromkeys(failing, 71)
+    failing = everybody if takes_front_end else frozenset(layout.replica(victim))
+    statuses |= dict.fromkeys(failing, frozenset({71}))
+    blamed = frozenset({victim})
     match fault:
         case Fault.SIGKILL | Fault.SIGSTOP:
-            statuses[victim] = None
+            statuses[victim] = frozenset({KILLED})
         case Fault.EXIT:
-            statuses[victim] = 3
-        case Fault.FORWARD | Fault.METHOD_COLLECTIVE:
-            statuses[victim] = 70
+            statuses[victim] = frozenset({3})
+        case Fault.FORWARD:
+            statuses[victim] = frozenset({70})
+        case Fault.DROP:
+            blamed = everybody  # both ends of a cut connection blame the other
+        case Fault.METHOD_COLLECTIVE:
+            # The ranks have diverged; whoever is told first is blamed, in words that name both.
+            blamed = frozenset(layout.group("tp", victim))
+            statuses |= dict.fromkeys(blamed, frozenset({70, 71}))
     failed_clients = RESET if victim == 0 and fault.ends_process else FAILED
-    keeps_front_end = 0 in replica and not takes_front_end
+    keeps_front_end = 0 in failing and not takes_front_end
     return Promise(
         failed_clients,
         failed_clients if takes_front_end else FINISHED,
         statuses,
-        frozenset(failing) - ({0} if keeps_front_end else set()),
-        is_blamed=fault is not Fault.DROP,  # both ends of a cut connection blame the other
+        gone_ranks=failing - ({0} if keeps_front_end else NOBODY),
+        blamed=blamed,
     )

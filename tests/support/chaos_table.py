@@ -42,13 +42,13 @@ def matrix(faults: Iterable[Fault]) -> Iterator[tuple[Fault, Role]]:
 def row(case: Case, role: Role) -> tuple[str, ...]:
     endings = {seen.ending for seen in case.failed_clients}
     failed = bool(endings & (FAILED | RESET))
-    named = "naming it" if all(_names(case)) else ""
+    is_named = all(f"rank {case.victim} (" in seen.message for seen in case.failed_clients)
     outlasting = f", {case.num_outlasting} outlasted" if case.num_outlasting and failed else ""
     statuses = " ".join(str(status) for _, status in sorted(case.statuses.items()))
     return (
         case.fault.value,
         f"{role.value}: {case.victim}" if case.fault.is_of_rank else "the launcher",
-        f"{summary(case.failed_clients)} {named if 'error' in endings else ''}".strip(),
+        f"{summary(case.failed_clients)}{' naming it' if is_named else ''}",
         f"{case.error_s:.2f} s" if failed else "–",
         f"{summary(case.other_clients)}{outlasting}",
         statuses,
@@ -56,10 +56,6 @@ def row(case: Case, role: Role) -> tuple[str, ...]:
         f"{case.num_processes_left}, {len(case.shared_memory_left)}",
         "; ".join(case.problems()) or "yes",
     )
-
-
-def _names(case: Case) -> Iterator[bool]:
-    return (f"rank {case.victim} (" in seen.message for seen in case.failed_clients)
 
 
 def medians(cases: Iterable[Case]) -> Iterator[str]:
