@@ -7,6 +7,7 @@ CI runs one fault of each kind on four ranks; `-m chaos` all of them on tp2·pp2
 import statistics
 
 import pytest
+import pytest_asyncio
 from support.chaos_case import Case, run_case
 from support.chaos_faults import MEDIAN_CLOSED_S, Fault, Role
 from support.chaos_table import MAX_TOKENS, NUM_STREAMS, matrix
@@ -22,7 +23,7 @@ TP2 = ParallelLayout(tp_size=2, dp_size=2)
 WHOLE = ParallelLayout(tp_size=2, pp_size=2, dp_size=2)
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def requests() -> list[KnownRequest]:
     return await known_requests(NUM_STREAMS, MAX_TOKENS)
 

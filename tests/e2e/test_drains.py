@@ -1,9 +1,9 @@
 """SIGTERM at a random moment under load: no accepted request is lost, every rank ends with 0."""
 
 import asyncio
+import math
 import random
 import sys
-import time
 
 import aiohttp
 import pytest
@@ -19,6 +19,9 @@ NUM_CLIENTS = 12
 MAX_TOKENS = 200
 MAX_EVENTS = 1200
 """SIGTERM comes after fewer events of all streams together, perhaps after none."""
+SIMULTANEOUS_S = 0.1
+"""The drain is over when the last answer is sent: who comes then finds nobody, or is just not
+accepted any more, perhaps because the client saw the end of that answer a little late."""
 SERVE = [sys.executable, "-m", "aioengine.cli", "serve"]
 STARTS = {
     # name: command, flags, number of ranks, exit status of the launcher on SIGTERM
@@ -84,7 +87,7 @@ class Load:
 async def test_nothing_accepted_is_lost(
     seed: int, start: str, requests: list[KnownRequest]
 ) -> None:
-    chance = random.Random(seed)
+    chance = random.Random(f"{start} {seed}")
     command, flags, num_ranks, status = STARTS[start]
     with Launch("--model", str(STORIES), *flags, command=command) as launch:
         async with patient_session(launch.wait_ready()) as session, asyncio.TaskGroup() as tasks:
@@ -92,17 +95,15 @@ async def test_nothing_accepted_is_lost(
             tasks.create_task(load.run())
             await load.has_come.wait()
             launch.terminate()
-            terminated = time.monotonic()
         assert launch.wait_end() == status
         assert launch.log.count("ended in order") == num_ranks
         assert not launch.pids_left()
-    accepted = [seen for seen in load.seen if seen.started < terminated]
-    late = [seen for seen in load.seen if seen.started >= terminated]
-    turned_away = ("refused", "unreachable")
-    lost = [
-        seen
-        for seen in load.seen
-        if not seen.is_right or seen.ending not in ("finished", *turned_away)
-    ]
-    print(start, seed, summary(accepted), "|", summary(late))
-    assert not lost, lost
+    print(f"{start} {seed}: {summary(load.seen)}")
+    assert all(seen.is_right for seen in load.seen)
+    last_answer = max(
+        (seen.ended for seen in load.seen if seen.ending == "finished"), default=-math.inf
+    )
+    for seen in load.seen:
+        came_too_late = seen.started > last_answer - SIMULTANEOUS_S
+        turned_away = ("refused", "unreachable", "reset") if came_too_late else ("refused",)
+        assert seen.ending in ("finished", *turned_away), seen
