@@ -11,8 +11,8 @@ import pytest_asyncio
 from support.chaos_case import Case, run_case
 from support.chaos_faults import MEDIAN_CLOSED_S, Fault, Role
 from support.chaos_table import MAX_TOKENS, NUM_STREAMS, matrix
+from support.known_requests import KnownRequest, known_requests
 from support.launching import STORIES
-from support.sightings import KnownRequest, known_requests
 
 from aioengine.layout import ParallelLayout
 

@@ -8,9 +8,9 @@ import sys
 import aiohttp
 import pytest
 import pytest_asyncio
-from support.chaos_case import summary
+from support.known_requests import KnownRequest, known_requests
 from support.launching import STORIES, Launch, rank_command
-from support.sightings import KnownRequest, Sighting, known_requests, patient_session, watch
+from support.sightings import Sighting, patient_session, summary, watch
 
 pytestmark = pytest.mark.skipif(not STORIES.exists(), reason="needs the shared model")
 

@@ -5,9 +5,10 @@ import os
 import signal
 
 import pytest
-from support.chaos_case import Streams, pids_by_rank, summary
+from support.chaos_case import pids_by_rank
+from support.known_requests import known_requests
 from support.launching import STORIES, Launch
-from support.sightings import known_requests, patient_session
+from support.sightings import Streams, patient_session, summary
 
 pytestmark = pytest.mark.skipif(not STORIES.exists(), reason="needs the shared model")
 

@@ -5,8 +5,8 @@ import random
 import time
 
 import pytest
+from support.known_requests import known_requests
 from support.launching import STORIES, Launch
-from support.sightings import known_requests
 from support.soak import Footprint, Soak
 
 pytestmark = [

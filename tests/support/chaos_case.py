@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,14 +22,13 @@ from support.chaos_faults import (
     Promise,
     promise,
 )
+from support.known_requests import KnownRequest
 from support.launching import STORIES, Launch
-from support.sightings import KnownRequest, Sighting, patient_session, watch
+from support.sightings import Sighting, Streams, patient_session, summary
 
 from aioengine.layout import ParallelLayout
 
 ADMIN_KEY: Final = "chaos"
-NUM_EVENTS_BEFORE: Final = 5
-"""Every stream has got so many when the fault comes."""
 
 
 @dataclass(slots=True)
@@ -84,6 +82,9 @@ class Case:
         ):
             if not all(client.ending in wanted and client.is_right for client in seen):
                 yield f"clients of the {whose} replica: {summary(seen)}: {set(map(str, seen))}"
+        is_method = self.fault in (Fault.METHOD, Fault.METHOD_COLLECTIVE)
+        if is_method and not self.caller_saw.startswith(f"500 rank {self.victim} ("):
+            yield f"the caller of the method got {self.caller_saw}"
         if promised.failed_clients == FINISHED:
             return
         if self.error_s > self.fault.error_limit_s:
@@ -115,37 +116,25 @@ class Case:
                     yield f"another rank is blamed: {said}"
 
 
-class Ends:
-    """When processes end, told by the kernel to this event loop."""
-
-    def __init__(self, pids: Mapping[int, int]) -> None:
-        """`pids` by rank."""
-        self.at: dict[int, float] = {}
-        self._pidfds = {rank: os.pidfd_open(pid) for rank, pid in pids.items()}
-        for rank, pidfd in self._pidfds.items():
-            asyncio.get_running_loop().add_reader(pidfd, self._on_end, rank)
-
-    def _on_end(self, rank: int) -> None:
-        self.at[rank] = time.monotonic()
-        self._forget(rank)
-
-    def _forget(self, rank: int) -> None:
-        pidfd = self._pidfds.pop(rank)
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
-
-    def close(self) -> None:
-        for rank in list(self._pidfds):
-            self._forget(rank)
-
-
 @contextmanager
-def ends_of(pids: Mapping[int, int]) -> Iterator[Ends]:
-    ends = Ends(pids)
+def ends_of(pids: Mapping[int, int]) -> Iterator[dict[int, "asyncio.Future[float]"]]:
+    """When each process ends, as the kernel tells this event loop; by rank, as `pids`."""
+    loop = asyncio.get_running_loop()
+    ends: dict[int, asyncio.Future[float]] = {rank: loop.create_future() for rank in pids}
+    pidfds = {rank: os.pidfd_open(pid) for rank, pid in pids.items()}
+
+    def on_end(rank: int) -> None:
+        ends[rank].set_result(time.monotonic())
+        loop.remove_reader(pidfds[rank])
+
+    for rank, pidfd in pidfds.items():
+        loop.add_reader(pidfd, on_end, rank)
     try:
         yield ends
     finally:
-        ends.close()
+        for pidfd in pidfds.values():
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
 
 
 def faulty_launch(layout: ParallelLayout) -> Launch:
@@ -171,41 +160,6 @@ async def pids_by_rank(session: aiohttp.ClientSession) -> dict[int, int]:
     return {rank["rank"]: rank["pid"] for replica in replicas for rank in replica["ranks"]}
 
 
-class Streams:
-    """Streams on both replicas, all of them under way once the context is entered."""
-
-    def __init__(self, session: aiohttp.ClientSession, requests: Sequence[KnownRequest]) -> None:
-        self._session = session
-        self._requests = requests
-        self._num_to_start = 2 * len(requests)
-        self._started = asyncio.Event()
-        self._running: dict[int, list[asyncio.Task[Sighting]]] = {0: [], 1: []}
-
-    async def start(self, tasks: asyncio.TaskGroup) -> None:
-        for dp_rank, running in self._running.items():
-            for request in self._requests:
-                watching = self._watch(request, dp_rank)
-                running.append(tasks.create_task(watching))
-        await self._started.wait()
-
-    async def seen(self, dp_rank: int) -> list[Sighting]:
-        """Of one replica's streams, once all of them have ended."""
-        return [await task for task in self._running[dp_rank]]
-
-    async def _watch(self, request: KnownRequest, dp_rank: int) -> Sighting:
-        num_events = 0
-
-        def count() -> None:
-            nonlocal num_events
-            num_events += 1
-            if num_events == NUM_EVENTS_BEFORE:
-                self._num_to_start -= 1
-                if not self._num_to_start:
-                    self._started.set()
-
-        return await watch(self._session, request, dp_rank=dp_rank, on_tokens=count)
-
-
 async def run_case(
     fault: Fault, victim: int, layout: ParallelLayout, requests: Sequence[KnownRequest]
 ) -> Case:
@@ -221,7 +175,7 @@ async def run_case(
                 if fault is Fault.METHOD:
                     launch.terminate()  # nothing has ended
                 await asyncio.to_thread(launch.wait_end)  # noqa: TID251
-                case.ended = ends.at
+                case.ended = {rank: await end for rank, end in ends.items()}
         _read_log(case, launch.log)
         case.num_processes_left = len(launch.pids_left())
     case.shared_memory_left = shared_memory_names() - memory_before
@@ -277,12 +231,6 @@ def _read_log(case: Case, log: str) -> None:
     for status, rank in re.findall(r"exit status (\d+) of rank (\d+)", log):
         case.statuses[int(rank)] = int(status)
     case.first_failures = [line for line in log.splitlines() if "first failure: " in line]
-
-
-def summary(seen: Iterable[Sighting]) -> str:
-    """Such as "3 finished, 1 reset after a WRONG token"."""
-    words = (s.ending if s.is_right else f"{s.ending} after a WRONG token" for s in seen)
-    return ", ".join(f"{number} {what}" for what, number in Counter(words).items())
 
 
 def shared_memory_names() -> set[str]:

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from support.chaos_case import Case, run_case, summary
+from support.chaos_case import Case, run_case
 from support.chaos_faults import FAILED, RESET, Fault, Role
-from support.sightings import known_requests
+from support.known_requests import known_requests
+from support.sightings import summary
 
 from aioengine.layout import ParallelLayout
 
@@ -27,6 +28,7 @@ HEADER: Final = (
     "clients of the failed replica",
     "error after",
     "clients of the other replica",
+    "caller",
     "exit status by rank",
     "failed ranks gone after",
     "left: processes, shm",
@@ -51,6 +53,7 @@ def row(case: Case, role: Role) -> tuple[str, ...]:
         f"{summary(case.failed_clients)}{' naming it' if is_named else ''}",
         f"{case.error_s:.2f} s" if failed else "–",
         f"{summary(case.other_clients)}{outlasting}",
+        case.caller_saw.split(" ")[0] or "–",
         statuses,
         f"{case.gone_s:.1f} s" if case.promise.gone_ranks else "–",
         f"{case.num_processes_left}, {len(case.shared_memory_left)}",

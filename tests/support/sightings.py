@@ -1,37 +1,26 @@
-"""What clients see of their requests, right or wrong, and requests whose tokens are known."""
+"""Clients that look closely: what each sees of its request, right or wrong."""
 
 import asyncio
 import json
-import random
+import socket
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import aiohttp
-from support.launching import STORIES, Launch, post
+from support.known_requests import KnownRequest
 
+NUM_EVENTS_STARTED: Final = 5
+"""Every stream has got so many once `Streams` have started."""
 GIVE_UP_S: Final = 120.0
 """For any request: what takes longer counts as hung."""
-TIE_GAP: Final = 1e-3
-"""Log probabilities this close may change places with the layout or the batch."""
 
 Ending = Literal["finished", "left", "error", "refused", "reset", "unreachable", "hung"]
 """`left` by the client itself; `error` an error event of a stream, or a status that is none of
 these; `refused` a 503 with Retry-After; `reset` a connection that ended in the middle."""
-
-
-@dataclass(frozen=True, slots=True)
-class KnownRequest:
-    """A greedy request and the tokens that it must give."""
-
-    body: dict[str, Any]
-    token_ids: list[int]
-
-    def first(self, max_tokens: int) -> "KnownRequest":
-        """The same, shorter."""
-        return KnownRequest({**self.body, "max_tokens": max_tokens}, self.token_ids[:max_tokens])
 
 
 @dataclass(slots=True)
@@ -60,14 +49,32 @@ class Sighting:
         return f"{self.ending} {self.message} ({num_tokens}{'' if self.is_right else ', WRONG'})"
 
 
+def summary(seen: Iterable[Sighting]) -> str:
+    """Such as "3 finished, 1 reset after a WRONG token"."""
+    words = (s.ending if s.is_right else f"{s.ending} after a WRONG token" for s in seen)
+    return ", ".join(f"{number} {what}" for what, number in Counter(words).items())
+
+
 # --- clients -------------------------------------------------------------------------------------
 
 
-def patient_session(url: str) -> aiohttp.ClientSession:
-    """Any number of connections, each for one request; nothing waits for ever."""
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+def patient_session(url: str, *, buffer_bytes: int = 2**16) -> aiohttp.ClientSession:
+    """Any number of connections, each for one request; nothing waits for ever.
+
+    With a small buffer, what a slow reader has not read stays with the server.
+    """
+
+    def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+        family, kind, protocol, _, _ = address
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        return made
+
+    connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=make_socket)
     timeout = aiohttp.ClientTimeout(total=GIVE_UP_S)
-    return aiohttp.ClientSession(url, connector=connector, timeout=timeout)
+    return aiohttp.ClientSession(
+        url, connector=connector, timeout=timeout, read_bufsize=buffer_bytes
+    )
 
 
 async def watch(
@@ -141,41 +148,36 @@ async def _token_events(
     sighting.ending, sighting.message = "reset", "the stream ended without [DONE]"
 
 
-# --- requests whose tokens are known -------------------------------------------------------------
+class Streams:
+    """Streams on both replicas, all of them under way once the context is entered."""
 
+    def __init__(self, session: aiohttp.ClientSession, requests: Sequence[KnownRequest]) -> None:
+        self._session = session
+        self._requests = requests
+        self._num_to_start = 2 * len(requests)
+        self._started = asyncio.Event()
+        self._running: dict[int, list[asyncio.Task[Sighting]]] = {0: [], 1: []}
 
-async def known_requests(num_requests: int, max_tokens: int) -> list[KnownRequest]:
-    """From one rank alone, each request by itself. Requests with ties are left out, so that any
-    layout must give the same tokens."""
-    with Launch("--model", str(STORIES)) as launch:
-        async with aiohttp.ClientSession(launch.wait_ready()) as session:
-            return await draw_requests(session, num_requests, max_tokens, random.Random(7))
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        for dp_rank, running in self._running.items():
+            for request in self._requests:
+                watching = self._watch(request, dp_rank)
+                running.append(tasks.create_task(watching))
+        await self._started.wait()
 
+    async def seen(self, dp_rank: int) -> list[Sighting]:
+        """Of one replica's streams, once all of them have ended."""
+        return [await task for task in self._running[dp_rank]]
 
-async def draw_requests(
-    session: aiohttp.ClientSession, num_requests: int, max_tokens: int, chance: random.Random
-) -> list[KnownRequest]:
-    """What this server gives when it has nothing else to do."""
-    known: list[KnownRequest] = []
-    while len(known) < num_requests:
-        prompt = [1, *(chance.randrange(3, 512) for _ in range(chance.randrange(2, 40)))]
-        body = {
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        answer = await post(session, "/v1/completions", {**body, "logprobs": 2})
-        choice = answer["choices"][0]
-        if not _has_tie(choice["logprobs"]["top_logprobs"]):
-            known.append(KnownRequest(body, choice["token_ids"]))
-    return known
+    async def _watch(self, request: KnownRequest, dp_rank: int) -> Sighting:
+        num_events = 0
 
+        def count() -> None:
+            nonlocal num_events
+            num_events += 1
+            if num_events == NUM_EVENTS_STARTED:
+                self._num_to_start -= 1
+                if not self._num_to_start:
+                    self._started.set()
 
-def _has_tie(top_logprobs: list[dict[str, float]]) -> bool:
-    for by_token in top_logprobs:
-        best = sorted(by_token.values(), reverse=True)[:2]
-        if len(best) == 2 and best[0] - best[1] < TIE_GAP:
-            return True
-    return False
+        return await watch(self._session, request, dp_rank=dp_rank, on_tokens=count)

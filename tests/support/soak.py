@@ -2,16 +2,16 @@
 
 import asyncio
 import random
-import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
+from support.known_requests import KnownRequest
 from support.launching import wait_metrics
-from support.sightings import GIVE_UP_S, KnownRequest, Sighting, patient_session, watch
+from support.sightings import Sighting, patient_session, watch
 
 MAX_BURST: Final = 40
 """Requests at once; a round has one to three bursts, one into the other."""
@@ -20,7 +20,6 @@ MAX_GAP_S: Final = 1.5
 SLOW_PAUSE_S: Final = 0.03
 """A slow reader is behind the step loop after a few tokens."""
 SMALL_BUFFER_BYTES: Final = 4096
-"""So that what a slow reader has not read stays with the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Soak:
         """Bursts with gaps, everything over at the end."""
         async with (
             patient_session(self.url) as quick,
-            slow_session(self.url) as slow,
+            patient_session(self.url, buffer_bytes=SMALL_BUFFER_BYTES) as slow,
             asyncio.TaskGroup() as tasks,
         ):
             for _ in range(self.chance.randrange(1, 4)):
@@ -74,22 +73,6 @@ class Soak:
         self.endings[f"{manner}: {seen.ending}"] += 1
         if not seen.is_right or seen.ending not in ("finished", "left"):
             self.bad.append(seen)
-
-
-def slow_session(url: str) -> aiohttp.ClientSession:
-    def small_socket(address: Any) -> socket.socket:
-        family, kind, protocol, _, _ = address
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER_BYTES)
-        return made
-
-    connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=small_socket)
-    return aiohttp.ClientSession(
-        url,
-        connector=connector,
-        timeout=aiohttp.ClientTimeout(total=GIVE_UP_S),
-        read_bufsize=SMALL_BUFFER_BYTES,
-    )
 
 
 async def footprint(session: aiohttp.ClientSession) -> Footprint:
