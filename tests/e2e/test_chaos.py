@@ -7,11 +7,10 @@ CI runs one fault of each kind on four ranks; `-m chaos` all of them on tp2·pp2
 import statistics
 
 import pytest
-import pytest_asyncio
 from support.chaos_case import Case, run_case
 from support.chaos_faults import MEDIAN_CLOSED_S, Fault, Role
-from support.chaos_table import MAX_TOKENS, NUM_STREAMS, matrix
-from support.known_requests import KnownRequest, known_requests
+from support.chaos_table import NUM_STREAMS, matrix
+from support.known_requests import MAX_TOKENS, known_requests
 from support.launching import STORIES
 
 from aioengine.layout import ParallelLayout
@@ -23,14 +22,8 @@ TP2 = ParallelLayout(tp_size=2, dp_size=2)
 WHOLE = ParallelLayout(tp_size=2, pp_size=2, dp_size=2)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def requests() -> list[KnownRequest]:
-    return await known_requests(NUM_STREAMS, MAX_TOKENS)
-
-
-async def check_case(
-    fault: Fault, role: Role, layout: ParallelLayout, requests: list[KnownRequest]
-) -> Case:
+async def check_case(fault: Fault, role: Role, layout: ParallelLayout) -> Case:
+    requests = await known_requests(NUM_STREAMS, MAX_TOKENS)
     case = await run_case(fault, role.rank(layout), layout, requests)
     assert not case.problems(), "\n".join(case.problems())
     return case
@@ -46,10 +39,8 @@ async def check_case(
     ],
     ids=["killed leader", "stopped output rank", "forward raises on a peer", "method on rank 0"],
 )
-async def test_four_ranks(
-    fault: Fault, role: Role, layout: ParallelLayout, requests: list[KnownRequest]
-) -> None:
-    await check_case(fault, role, layout, requests)
+async def test_four_ranks(fault: Fault, role: Role, layout: ParallelLayout) -> None:
+    await check_case(fault, role, layout)
 
 
 @pytest.mark.chaos
@@ -58,12 +49,12 @@ async def test_four_ranks(
     [(fault, role) for fault, role in matrix(Fault) if fault is not Fault.SIGKILL],
     ids=lambda value: value.name.lower(),
 )
-async def test_eight_ranks(fault: Fault, role: Role, requests: list[KnownRequest]) -> None:
-    await check_case(fault, role, WHOLE, requests)
+async def test_eight_ranks(fault: Fault, role: Role) -> None:
+    await check_case(fault, role, WHOLE)
 
 
 @pytest.mark.chaos
-async def test_eight_ranks_killed(requests: list[KnownRequest]) -> None:
+async def test_eight_ranks_killed() -> None:
     """One rank after the other, for the median."""
-    cases = [await check_case(Fault.SIGKILL, role, WHOLE, requests) for role in Role]
+    cases = [await check_case(Fault.SIGKILL, role, WHOLE) for role in Role]
     assert statistics.median(case.error_s for case in cases) <= MEDIAN_CLOSED_S

@@ -25,7 +25,7 @@ FD_GROWTH = 2
 
 
 async def test_nothing_grows() -> None:
-    requests = await known_requests(num_requests=16, max_tokens=200)
+    requests = await known_requests(num_requests=8, max_tokens=200)
     with Launch("--model", str(STORIES), "-pp", "2", num_ranks=4) as launch:
         soak = Soak(launch.wait_ready(), requests, random.Random(SOAK_S))
         prints: list[Footprint] = []

@@ -13,14 +13,13 @@ from typing import Final
 
 from support.chaos_case import Case, run_case
 from support.chaos_faults import FAILED, RESET, Fault, Role
-from support.known_requests import known_requests
+from support.known_requests import MAX_TOKENS, known_requests
 from support.sightings import summary
 
 from aioengine.layout import ParallelLayout
 
 NUM_STREAMS: Final = 4
 """On each replica."""
-MAX_TOKENS: Final = 300
 
 HEADER: Final = (
     "fault",

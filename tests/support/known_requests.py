@@ -7,6 +7,8 @@ from typing import Any, Final
 import aiohttp
 from support.launching import STORIES, Launch, post
 
+NUM_KNOWN: Final = 8
+MAX_TOKENS: Final = 300
 TIE_GAP: Final = 1e-3
 """Log probabilities this close may change places with the layout or the batch."""
 
@@ -23,24 +25,29 @@ class KnownRequest:
         return KnownRequest({**self.body, "max_tokens": max_tokens}, self.token_ids[:max_tokens])
 
 
+_drawn: list[KnownRequest] = []
+"""Once in this process: it takes a launch."""
+
+
 async def known_requests(num_requests: int, max_tokens: int) -> list[KnownRequest]:
-    """From one rank alone, each request by itself. Requests with ties are left out, so that any
-    layout must give the same tokens."""
-    with Launch("--model", str(STORIES)) as launch:
-        async with aiohttp.ClientSession(launch.wait_ready()) as session:
-            return await draw_requests(session, num_requests, max_tokens, random.Random(7))
+    """What one rank gives that has nothing else to do; at most NUM_KNOWN of MAX_TOKENS."""
+    assert num_requests <= NUM_KNOWN
+    assert max_tokens <= MAX_TOKENS
+    if not _drawn:
+        with Launch("--model", str(STORIES)) as launch:
+            async with aiohttp.ClientSession(launch.wait_ready()) as session:
+                _drawn.extend(await _draw(session))
+    return [request.first(max_tokens) for request in _drawn[:num_requests]]
 
 
-async def draw_requests(
-    session: aiohttp.ClientSession, num_requests: int, max_tokens: int, chance: random.Random
-) -> list[KnownRequest]:
-    """What this server gives when it has nothing else to do."""
+async def _draw(session: aiohttp.ClientSession) -> list[KnownRequest]:
+    """Requests with ties are left out, so that any layout must give the same tokens."""
+    chance = random.Random(7)
     known: list[KnownRequest] = []
-    while len(known) < num_requests:
-        prompt = [1, *(chance.randrange(3, 512) for _ in range(chance.randrange(2, 40)))]
+    while len(known) < NUM_KNOWN:
         body = {
-            "prompt": prompt,
-            "max_tokens": max_tokens,
+            "prompt": [1, *(chance.randrange(3, 512) for _ in range(chance.randrange(2, 40)))],
+            "max_tokens": MAX_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
