@@ -189,7 +189,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[
             float,
             _meta(
-                "limits", "Time-out of torch.distributed groups. Default: the step time-out.", gt=0
+                "limits",
+                "Time-out of each operation between ranks. Default: step time-out and heartbeat "
+                "limit, so that who holds up a step is found first.",
+                gt=0,
             ),
         ]
         | None
@@ -197,6 +200,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: Annotated[
         float, _meta("limits", "Seconds that SIGTERM gives to requests in flight.", ge=0)
     ] = 25.0
+    walltime_margin: Annotated[
+        float,
+        _meta(
+            "limits",
+            "Seconds before the end of a Slurm job (SLURM_JOB_END_TIME) at which a drain begins by "
+            "itself; answers get all but the last 5 of them. 0: only signals begin one.",
+            ge=0,
+        ),
+    ] = 60.0
     kill_frozen: Annotated[
         bool, _meta("limits", "Kill a rank of one's own host that was declared frozen.")
     ] = True
@@ -209,7 +221,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     endpoint_file: (
         Annotated[
             str,
-            _meta("api", "File that gets the server's URL once it listens (removed at the end)."),
+            _meta(
+                "api",
+                "File that gets the server's URL once it listens, with this host's name for "
+                "--host 0.0.0.0 (removed at the end).",
+            ),
         ]
         | None
     ) = None
@@ -228,8 +244,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             str,
             _meta(
                 "api",
-                "Bearer token of /collective_rpc and /reset_prefix_cache; without it they are "
-                "refused.",
+                "Bearer token of /collective_rpc, /reset_prefix_cache and /trace; without it they "
+                "are refused.",
                 min_length=1,
             ),
         ]
@@ -291,6 +307,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_slots(self) -> int:
         """Requests that can run at once. Every running one can get a token in every step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def group_timeout_s(self) -> float:
+        """Of each operation between ranks."""
+        return self.distributed_timeout_seconds or (
+            self.step_timeout_seconds + self.heartbeat_seconds
+        )
 
     @property
     def max_plans_in_flight(self) -> int:

@@ -47,6 +47,10 @@ class StepTimeoutError(EngineError):
     """A step did not complete within `--step-timeout-seconds`."""
 
 
+class PhaseTimeoutError(EngineError):
+    """Ranks did not enter `active()` within its `timeout`; names them."""
+
+
 class RpcTimeoutError(EngineError):
     """A `collective_rpc` did not end within its `timeout`; names the method and the ranks."""
 

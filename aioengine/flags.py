@@ -1,4 +1,4 @@
-"""Command line and TOML file -> EngineConfig. Flags win over the file, the file over defaults."""
+"""Command line and TOML files -> EngineConfig. Flags win over files, files over defaults."""
 
 import argparse
 import difflib
@@ -55,7 +55,10 @@ def add_flags(parser: CommandParser, only: Collection[str] | None = None) -> Non
         if only is None or field.name in only
     ]
     parser.add_argument(
-        "--config", metavar="FILE.toml", help="Settings by field name; flags on the line win."
+        "--config",
+        metavar="FILE.toml",
+        action="append",
+        help="Settings by field name; of several files a later one wins, flags on the line win.",
     )
     sections = {key: parser.add_argument_group(title) for key, title in GROUPS.items()}
     for field in fields:
@@ -77,7 +80,7 @@ def add_flags(parser: CommandParser, only: Collection[str] | None = None) -> Non
 
 
 def parse_config(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineConfig:
-    """Parse flags and the file they name.
+    """Parse flags and the files they name.
 
     Raises ValueError that names the flag or the TOML key and what was found.
     """
@@ -87,11 +90,12 @@ def parse_config(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Engine
 def config_from(given: dict[str, Any], defaults: EngineConfig = DEFAULTS) -> EngineConfig:
     """Config of parsed flags, as strings and bools by field name; unknown names are not ours.
 
-    `defaults` counts where neither a flag nor the file says anything.
+    `defaults` counts where neither a flag nor a file says anything.
     """
     given = dict(given)
-    path = given.pop("config", None)
-    settings = _read_toml(path) if path is not None else {}
+    settings: dict[str, Any] = {}
+    for path in given.pop("config", []):
+        settings |= _read_toml(path)
     for name, text in given.items():
         if name in EngineConfig.__struct_fields__:
             settings[name] = _convert_flag(name, text)

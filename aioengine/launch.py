@@ -6,25 +6,25 @@ thread that may be stuck in a collective.
 """
 
 import asyncio
-import dataclasses
+import faulthandler
 import logging
 import os
 import sys
 from typing import NoReturn
 
-import msgspec
 import setproctitle
 import uvloop
 
-from aioengine.checkpoint.source import ModelSource, read_model_config, resolve_model
+from aioengine.checkpoint.source import ModelSource
 from aioengine.config import EngineConfig
 from aioengine.control.signals import Signals
-from aioengine.core.stages import check_fits_model
-from aioengine.dist.launcher import choose_interface, report_to_launcher
+from aioengine.dist.launcher import choose_interface, read_environment, report_to_launcher
 from aioengine.errors import EngineError, StartupError, innermost
 from aioengine.flags import build_parser, parse_config
 from aioengine.model_config import ModelConfig
-from aioengine.rank.place import Place, set_up_logging
+from aioengine.rank.logs import set_up_logging
+from aioengine.rank.model_files import find_model
+from aioengine.rank.place import Place
 from aioengine.rank.rank import (
     EXIT_LOST_PEER,
     EXIT_OK,
@@ -32,20 +32,29 @@ from aioengine.rank.rank import (
     EXIT_STARTUP,
     Rank,
 )
-from aioengine.worker.loading import check_checkpoint
 
 log = logging.getLogger("aioengine.launch")
 
 
 def main() -> None:
+    faulthandler.enable()  # a crash in C++ leaves the stacks
     parser = build_parser("python -m aioengine.launch", "Run one rank of a launch.")
     try:
         place, model, source = prepare(parse_config(parser, sys.argv[1:]))
     except (ValueError, EngineError) as error:
-        print(f"aioengine: error: {error}", file=sys.stderr, flush=True)
+        print(f"{_whose()}aioengine: error: {error}", file=sys.stderr, flush=True)
         leave(EXIT_STARTUP)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         leave(runner.run(run_rank(place, model, source)))
+
+
+def _whose() -> str:
+    """For a line from before the log is set up: the rank, where a launcher started several."""
+    try:
+        env = read_environment(os.environ)
+    except ValueError:
+        return ""
+    return f"[rank {env.rank}] " if env.world_size > 1 else ""
 
 
 def leave(code: int) -> NoReturn:
@@ -58,13 +67,12 @@ def leave(code: int) -> NoReturn:
 def prepare(config: EngineConfig) -> tuple[Place, ModelConfig, ModelSource]:
     """Everything that can be wrong without meeting another rank. Raises ValueError."""
     place = Place.find(config, os.environ)
-    source = resolve_model(config.model, place.startup.left_s)
-    if source.hub_id is not None:  # with its commit, so that ranks of different ones are refused
-        pinned = msgspec.structs.replace(config, model=str(source.hub_id))
-        place = dataclasses.replace(place, config=pinned)
-    model = read_model_config(source)
-    check_fits_model(config, model)
-    check_checkpoint(source, model)
+    if place.walltime.until_drain_s == 0:
+        raise ValueError(
+            f"--walltime-margin {config.walltime_margin:g}: nothing would be served; "
+            f"{place.walltime.cause}"
+        )
+    place, model, source = find_model(place)
     set_up_logging(place)
     choose_interface(place.address)
     setproctitle.setproctitle(place.title)
@@ -89,12 +97,11 @@ async def run_rank(place: Place, model: ModelConfig, source: ModelSource) -> int
         error = innermost(caught)
         if isinstance(error, StartupError):
             log.error("%s", error)
-            code = EXIT_STARTUP
-        else:
-            log.error("this rank failed", exc_info=error)
-            code = EXIT_OWN_FAILURE
-        report_to_launcher(place.env, str(error))
-        return code
+            report_to_launcher(place.env, str(error))
+            return EXIT_STARTUP
+        log.error("this rank failed", exc_info=error)
+        rank.say_first_failure(f"{place.info}: {type(error).__name__}: {error}")
+        return EXIT_OWN_FAILURE
 
 
 if __name__ == "__main__":

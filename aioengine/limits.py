@@ -27,6 +27,9 @@ MAX_TEMPLATE_EXPONENT: Final = 64
 MAX_HANDSHAKE_FRAME_BYTES: Final = 64 * 2**10
 """Before a connection has proved itself; configurations are compared in this phase."""
 HANDSHAKE_TIMEOUT_S: Final = 20.0
+MAX_TRACE_QUESTION_BYTES: Final = 2**10
+MAX_TRACE_ANSWER_BYTES: Final = 16 * 2**20
+"""The stacks of one rank, twice."""
 BYTES_PER_TOKEN_ID: Final = 5
 """A msgpack integer of up to 32 bits."""
 

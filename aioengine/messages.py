@@ -15,7 +15,7 @@ PREV: Final = -1
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChoiceParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one choice of one request asks for. The front end has resolved every default.
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `logprobs` is the number of top
@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="add"):
     request_id: str
     token_ids: tuple[int, ...]
-    params: SamplingParams
+    params: ChoiceParams
     priority: int = 0
     """Lower runs earlier."""
     cache_salt: str = ""
@@ -64,12 +64,35 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Orderly end: front end to leader, leader to peers. The receiver ends with status 0."""
 
 
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+    """This side closes in order: the end of the connection is no failure."""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
-    """`last_seq` is the last completed job, `doing` what the device thread is in (front ends: 0
-    and nothing)."""
+    """A rank lives, and what its device thread is in. Those of front ends say nothing more."""
 
     last_seq: int = 0
+    """The last completed job."""
     doing: str = ""
+    """The job."""
+    operation: str = ""
+    """What moves data or waits for it inside the job, if anything."""
+    doing_s: float = 0.0
+    """How long the job has taken so far, or the thread has been idle."""
+    step: int = 0
+    """The plan that is computed; 0 outside of steps."""
+    num_unanswered: int = 0
+    """Beats for which a device thread without work has not answered a probe."""
+
+    @property
+    def where(self) -> str:
+        """Such as "step 812, all_reduce of tp:0 [ranks 2, 3]"."""
+        return f"{self.doing}, {self.operation}" if self.operation else self.doing
+
+    @property
+    def last_words(self) -> str:
+        """For the line about a rank that beats no more."""
+        return f"; it was last in {self.where}, job {self.last_seq} done"
 
 
 class RemoteCall(msgspec.Struct, frozen=True, array_like=True, tag="remote"):
@@ -180,13 +203,15 @@ class ReplicaFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
     cause: str
     rank: int | None = None
-    """The one to blame, if it is known."""
+    """The one to blame, if it is one."""
 
 
 class DrainRequested(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
-    """A rank got SIGTERM. Travels peer -> leader -> front end, which drains the launch."""
+    """A rank got a signal. Travels peer -> leader -> front end, which drains the launch."""
 
     rank: int
+    for_walltime: bool = False
+    """The job is about to end: answers get the time that is left until then."""
 
 
 class CallEnded(msgspec.Struct, frozen=True, array_like=True, tag="call_ended"):
@@ -195,20 +220,25 @@ class CallEnded(msgspec.Struct, frozen=True, array_like=True, tag="call_ended"):
     call_id: int
     value: bytes = b""
     """msgpack."""
-    error: str = ""
-    """Empty when there was none; `error_type` then names the exception (of the method, if it was
-    the method that raised)."""
     error_type: str = ""
+    """Empty when there was no error: then the name of an EngineError, or of what the method
+    raised."""
+    message: str = ""
+    where: str = ""
+    """Rank and method, where a method raised."""
+    traceback: str = ""
 
 
-LeaderEvent = StepReport | ReplicaReady | ReplicaFailed | DrainRequested | Heartbeat | CallEnded
+LeaderEvent = (
+    StepReport | ReplicaReady | ReplicaFailed | DrainRequested | Heartbeat | CallEnded | Goodbye
+)
 
 
 # --- leader -> peers: one sequence of plans and device calls ----------------------------------
 
 
 class SlotParams(msgspec.Struct, frozen=True, array_like=True):
-    """The part of SamplingParams that the device needs."""
+    """The part of ChoiceParams that the device needs."""
 
     temperature: float
     top_k: int
@@ -302,7 +332,20 @@ class Ordered(msgspec.Struct, frozen=True, array_like=True, tag="ordered"):
     job: Job
 
 
-PeerCommand = Ordered | Heartbeat | ReplicaFailed | Shutdown
+class PhaseBegan(msgspec.Struct, frozen=True, array_like=True, tag="phase_began"):
+    """Every rank has entered: the engine may compute until PhaseEnded (engines inside a trainer's
+    ranks; phases are counted from 1)."""
+
+    phase: int
+
+
+class PhaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="phase_ended"):
+    """The leader has left; no job follows before the next phase."""
+
+    phase: int
+
+
+PeerCommand = Ordered | Heartbeat | ReplicaFailed | Shutdown | PhaseBegan | PhaseEnded
 
 
 # --- peers -> leader ---------------------------------------------------------------------------
@@ -366,16 +409,20 @@ class JobFailed(msgspec.Struct, frozen=True, array_like=True, tag="job_failed"):
     traceback: str
 
 
-class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
-    """This side closes in order: the end of the connection is no failure."""
+class PhaseEntered(msgspec.Struct, frozen=True, array_like=True, tag="phase_entered"):
+    """This rank's program is ready for the phase."""
+
+    phase: int
 
 
 PeerEvent = (
     StepResult
     | CallReply
     | JobFailed
+    | ReplicaFailed
     | Heartbeat
     | DrainRequested
+    | PhaseEntered
     | Goodbye
     | RemoteReply
     | RemoteFailed
@@ -384,8 +431,9 @@ PeerEvent = (
 
 # --- handshake and bootstrap --------------------------------------------------------------------
 
-Role = Literal["member", "peer", "front_end", "probe"]
-"""`probe`: a connection of `aioengine doctor` that only measures."""
+Role = Literal["member", "peer", "front_end", "probe", "trace"]
+"""`probe`: a connection of `aioengine doctor` that only measures. `trace`: a front end that asks a
+trace thread."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -427,6 +475,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, tag="member"):
     """Where a leader listens for its peers and front ends."""
     config: bytes
     """The JSON form of its EngineConfig, to be compared field by field."""
+    trace: Endpoint | None = None
+    """Where its trace thread listens."""
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True, tag="roster"):

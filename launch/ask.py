@@ -1,10 +1,13 @@
 """Ask a running server one question and print the answer as it streams.
 
 python launch/ask.py http://127.0.0.1:8000 "What is a rank?"
+
+OPENAI_API_KEY is sent to a server that wants a key.
 """
 
 import argparse
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -39,7 +42,11 @@ def main() -> int:
 
 def answer(url: str, question: str) -> Iterator[str]:
     """The pieces of the answer's text."""
-    with OPENER.open(f"{url}/v1/models", timeout=60) as response:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    models = urllib.request.Request(f"{url}/v1/models", headers=headers)
+    with OPENER.open(models, timeout=60) as response:
         model = json.load(response)["data"][0]["id"]
     body = {
         "model": model,
@@ -51,7 +58,7 @@ def answer(url: str, question: str) -> Iterator[str]:
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",
         data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
+        headers=headers,
     )
     with OPENER.open(request, timeout=300) as response:
         for event in events(response):

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     # Part of aioengine: the parts and third-party packages it may import, beside itself and the
     # standard library without GUARDED. "root" is config, flags, layout, messages, …
+    "public": "root frontend.sampling",
     "root": "msgspec",
     "core": "root",
     "checkpoint": "root gguf numpy msgspec",
@@ -27,6 +28,7 @@ MAY_IMPORT = {
     "frontend": "root checkpoint control asyncio msgspec tokenizers jinja2 prometheus_client",
     "api": "root frontend asyncio msgspec aiohttp prometheus_client",
     "rank": "root core checkpoint dist worker control engine frontend api asyncio msgspec",
+    "embedded": "root dist control engine frontend rank asyncio msgspec uvloop",
     "doctor": "root dist worker control engine rank asyncio msgspec torch rich",
     "cli": "root core checkpoint dist layers models weights worker control engine frontend api "
     "rank doctor asyncio msgspec numpy torch rich uvloop setproctitle",
@@ -70,9 +72,11 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 ENVIRONMENT_FILES = (
     "aioengine/dist/launcher.py",
     "aioengine/launch.py",
+    "aioengine/embedded/engine.py",
     "aioengine/cli/serve.py",
     "aioengine/cli/bench_collectives.py",
     "aioengine/cli/doctor.py",
+    "aioengine/cli/trace_server.py",
 )
 TORCH_DISTRIBUTED_FILES = ("aioengine/dist/", "aioengine/worker/", "aioengine/cli/local_ranks.py")
 
@@ -102,6 +106,8 @@ class Source:
         match self.path.split("/"):
             case ["aioengine", "launch.py"]:
                 return "launch"
+            case ["aioengine", "__init__.py"]:
+                return "public"
             case ["aioengine", _]:
                 return "root"
             case ["aioengine", package, *_]:

@@ -10,11 +10,11 @@ from aioengine.api.decoding import decode_body
 from aioengine.api.errors import ApiError, invalid
 from aioengine.api.outputs import json_response
 from aioengine.api.schema import RpcBody
-from aioengine.errors import ReplicaFailedError
+from aioengine.errors import EngineError, RpcTimeoutError, WorkerError
 from aioengine.frontend.front_end import FrontEnd
-from aioengine.frontend.replica_calls import CallFailedError, MakeCommand
+from aioengine.frontend.replica_calls import MakeCommand
 from aioengine.messages import RemoteCall, ReplicaCall, ResetPrefixCache
-from aioengine.rpc import encode_arguments
+from aioengine.rpc import UnknownMethodError, encode_arguments
 
 
 async def collective_rpc(request: web.Request) -> web.Response:
@@ -52,16 +52,11 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 async def _call(front_end: FrontEnd, make_command: MakeCommand) -> list[Any]:
     try:
         return await front_end.call_replicas(make_command)
-    except ReplicaFailedError as error:
+    except RpcTimeoutError as error:
+        raise ApiError(504, str(error), param="timeout", code="timeout") from None
+    except WorkerError as error:
+        if error.type_name == UnknownMethodError.__name__:
+            raise ApiError(404, str(error), param="method", code="method_not_found") from None
+        raise ApiError(500, str(error), code="method_failed") from None
+    except EngineError as error:  # a rank or the replica is lost
         raise ApiError(503, str(error), code="replica_failed") from None
-    except CallFailedError as error:
-        message = str(error)
-        match error.type_name:
-            case "UnknownMethodError":
-                raise ApiError(404, message, param="method", code="method_not_found") from None
-            case "RpcTimeoutError":
-                raise ApiError(504, message, param="timeout", code="timeout") from None
-            case "RankLostError" | "ReplicaFailedError":
-                raise ApiError(503, message, code="replica_failed") from None
-            case _:
-                raise ApiError(500, message, code="method_failed") from None

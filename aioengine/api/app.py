@@ -3,24 +3,27 @@
 import asyncio
 import hmac
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
 
 from aioengine import limits
-from aioengine.api import admin, status, tokens
+from aioengine.api import admin, status, tokens, trace
 from aioengine.api.chat import chat_completions
 from aioengine.api.completions import completions
 from aioengine.api.context import API, Api
-from aioengine.api.errors import ApiError
+from aioengine.api.errors import ApiError, invalid
 from aioengine.errors import StartupError
+from aioengine.frontend.sampling import InvalidFieldError
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ALWAYS_OPEN = frozenset({"/livez", "/readyz", "/health"})
-ADMIN = frozenset({"/collective_rpc", "/reset_prefix_cache"})
+ANY_ADDRESS = frozenset({"0.0.0.0", "::"})
+ADMIN = frozenset({"/collective_rpc", "/reset_prefix_cache", "/trace/state", "/trace/stacks"})
 CLOSE_GRACE_S = 2.0
 """For handlers that are still writing when the server closes."""
 
@@ -47,6 +50,8 @@ def build_app(api: Api) -> web.Application:
             web.post(f"{root}/detokenize", tokens.detokenize),
             web.post(f"{root}/collective_rpc", admin.collective_rpc),
             web.post(f"{root}/reset_prefix_cache", admin.reset_prefix_cache),
+            web.get(f"{root}/trace/state", trace.state),
+            web.get(f"{root}/trace/stacks", trace.stacks),
         ]
     )
     return app
@@ -59,6 +64,8 @@ async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResp
         return await handler(request)
     except ApiError as error:
         return error.response()
+    except InvalidFieldError as error:
+        return invalid(str(error), error.field, error.code).response()
     except web.HTTPException as error:
         shaped = ApiError(error.status, _http_message(request, error)).response()
         if isinstance(error, web.HTTPMethodNotAllowed):
@@ -141,7 +148,8 @@ class HttpServer:
         )
 
     async def open(self) -> str:
-        """Listen and return the URL. Raises StartupError that names the flag."""
+        """Listen and return the URL, with this host's name if every interface serves. Raises
+        StartupError that names the flag."""
         config = self._api.config
         await self._runner.setup()
         site = web.TCPSite(self._runner, config.host, self.port, backlog=1024)
@@ -152,7 +160,8 @@ class HttpServer:
                 f"cannot serve HTTP on --host {config.host} --port {self.port}: {error}"
             ) from None
         port = self._runner.addresses[0][1]
-        host = f"[{config.host}]" if ":" in config.host else config.host
+        host = socket.gethostname() if config.host in ANY_ADDRESS else config.host
+        host = f"[{host}]" if ":" in host else host
         url = f"http://{host}:{port}{config.root_path}"
         if self._endpoint_file is not None:
             try:

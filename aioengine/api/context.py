@@ -9,6 +9,7 @@ from aioengine.api.errors import ApiError
 from aioengine.config import EngineConfig
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.text import ServedModel, TextPool
+from aioengine.frontend.tracer import Tracer
 from aioengine.layout import ParallelLayout
 
 
@@ -19,6 +20,7 @@ class Api:
     config: EngineConfig
     layout: ParallelLayout
     front_end: FrontEnd
+    tracer: Tracer
     text: TextPool
     started_at: int
     """Unix time, seconds."""
@@ -30,11 +32,13 @@ class Api:
 
     def served(self) -> ServedModel:
         """The model, while the engine takes work. Raises ApiError 503 otherwise."""
-        health = self.front_end.health
+        front_end = self.front_end
+        health = front_end.health
         if self.model is None or health == "starting":
             raise ApiError(503, "the server is starting", code="starting")
         if health in ("draining", "failed"):
-            raise ApiError(503, "; ".join(self.front_end.causes) or "draining", code=health)
+            reason = front_end.drain_cause or "; ".join(front_end.causes) or "draining"
+            raise ApiError(503, reason, code=health, retry_after_s=front_end.retry_after_s)
         return self.model
 
     def served_as(self, name: str | None) -> ServedModel:

@@ -1,5 +1,6 @@
 """What went wrong, in the form that OpenAI's clients expect."""
 
+import math
 from typing import Any, Final
 
 import msgspec
@@ -12,21 +13,28 @@ MAX_MESSAGE_CHARS: Final = 400
 
 class ApiError(Exception):
     """Becomes a response with an OpenAI-shaped body; `param` is the field of the body that
-    is at fault, None where none is."""
+    is at fault, None where none is. `retry_after_s` counts with status 503."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.retry_after_s = RETRY_AFTER_S if retry_after_s is None else retry_after_s
 
     def body(self) -> dict[str, Any]:
         return error_body(self.status, str(self), self.param, self.code)
 
     def response(self) -> web.Response:
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status == 503 else {}
+        headers = {"Retry-After": str(math.ceil(self.retry_after_s))} if self.status == 503 else {}
         return web.Response(
             status=self.status,
             body=msgspec.json.encode(self.body()),

@@ -12,9 +12,7 @@ from msgspec import Meta
 
 from aioengine import limits
 from aioengine.api.errors import invalid, unsupported
-
-TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
+from aioengine.frontend.sampling import SamplingFields, TokenId
 
 UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "allowed_token_ids": (None, []),
@@ -50,72 +48,13 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool = False
 
 
-class SamplingBody(msgspec.Struct, kw_only=True):
+class SamplingBody(SamplingFields, kw_only=True):
     """What both routes share. None means: not given."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=limits.MAX_CHOICES)] | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=limits.MAX_SEED)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
-
-    def biased_logits(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` by token id."""
-        entries = self.logit_bias or {}
-        if len(entries) > limits.MAX_LOGIT_BIAS:
-            raise invalid(
-                f"logit_bias has {len(entries)} entries, the limit is {limits.MAX_LOGIT_BIAS}",
-                "logit_bias",
-            )
-        biases = []
-        for name, bias in entries.items():
-            is_number = name.isascii() and name.isdecimal() and len(name) <= 10
-            if not is_number or int(name) >= vocab_size:
-                raise invalid(
-                    f"logit_bias: {name[:32]!r} is not a token id; those of this model are 0 to "
-                    f"{vocab_size - 1}",
-                    "logit_bias",
-                )
-            biases.append((int(name), bias))
-        return tuple(biases)
-
-    def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(strings) > limits.MAX_STOP_STRINGS:
-            raise invalid(
-                f"at most {limits.MAX_STOP_STRINGS} stop strings, got {len(strings)}", "stop"
-            )
-        for text in strings:
-            if not text:
-                raise invalid("a stop string must not be empty", "stop")
-            if len(text) > limits.MAX_STOP_STRING_CHARS:
-                raise invalid(
-                    f"a stop string has at most {limits.MAX_STOP_STRING_CHARS} characters, got "
-                    f"{len(text)}",
-                    "stop",
-                )
-        return strings
 
 
 class CompletionBody(SamplingBody, kw_only=True):

@@ -30,8 +30,9 @@ async def health(request: web.Request) -> web.Response:
     front_end = request.app[API].front_end
     state = front_end.health
     body: dict[str, Any] = {"status": state}
-    if front_end.causes:
-        body["causes"] = front_end.causes
+    causes = [*front_end.causes, *filter(None, [front_end.drain_cause])]
+    if causes:
+        body["causes"] = causes
     return _status(503 if state in ("starting", "failed") else 200, body)
 
 

@@ -27,7 +27,8 @@ from aioengine.doctor.report import as_json, print_report
 from aioengine.doctor.visit import visit
 from aioengine.errors import EngineError
 from aioengine.flags import CommandParser, add_flags, config_from
-from aioengine.rank.place import Place, set_up_logging
+from aioengine.rank.logs import set_up_logging
+from aioengine.rank.place import Place
 
 log = logging.getLogger(__name__)
 DEFAULTS: Final = EngineConfig(startup_timeout_seconds=30.0, log_level="warning")

@@ -53,6 +53,8 @@ def to_argv(given: dict[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             argv.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            argv += [f"--{flag}={item}" for item in value]
         else:
             argv.append(f"--{flag}={value}")
     return argv

@@ -154,7 +154,8 @@ class Bootstrap:
         self._env_secret = job_secret
         self._address = address
         self._deadline = deadline
-        self._key = b""
+        self.key = b""
+        """Of this attempt, once `join` has returned: every control port asks for it."""
         self._max_frame_bytes = max_frame_bytes
         self._listener: Listener | None = None
 
@@ -179,7 +180,7 @@ class Bootstrap:
         try:
             async with self._deadline.bound(VERDICT_GRACE_S):
                 return await dial(
-                    member.endpoint, self._rank, role, self._key, self._max_frame_bytes
+                    member.endpoint, self._rank, role, self.key, self._max_frame_bytes
                 )
         except TimeoutError:
             raise StartupTimeoutError(
@@ -212,7 +213,7 @@ class Bootstrap:
     ) -> Roster:
         attempt = secrets.token_hex(8)
         secret = self._env_secret or secrets.token_hex(32).encode()
-        self._key = attempt_key(secret, attempt)
+        self.key = attempt_key(secret, attempt)
         others: list[Seat] = [("member", rank) for rank in range(1, self._num_ranks)]
         self._listener = self._new_listener([*others, *seats])
         endpoint = await self._listener.open(self._address)
@@ -297,7 +298,7 @@ class Bootstrap:
         answer = await self._ask_rank0(store)
         secret = answer.secret.encode() or self._env_secret
         assert secret is not None
-        self._key = attempt_key(secret, answer.attempt)
+        self.key = attempt_key(secret, answer.attempt)
         endpoint = None
         if seats:
             self._listener = self._new_listener(seats)
@@ -331,7 +332,7 @@ class Bootstrap:
 
     async def _wait_roster(self, rank0: Endpoint, entry: Member) -> Roster:
         """Announce this rank to rank 0 and wait for the verdict."""
-        connection = await dial(rank0, self._rank, "member", self._key, self._max_frame_bytes)
+        connection = await dial(rank0, self._rank, "member", self.key, self._max_frame_bytes)
         try:
             connection.send(entry)
             roster = await receive_message(connection)
@@ -345,4 +346,4 @@ class Bootstrap:
         return roster
 
     def _new_listener(self, seats: Sequence[Seat]) -> Listener:
-        return Listener(self._tasks, self._key, seats, self._max_frame_bytes)
+        return Listener(self._tasks, self.key, seats, self._max_frame_bytes)

@@ -36,3 +36,12 @@ def process_age_s() -> float:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22, counted behind the name
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
+
+
+async def wait_first(*events: asyncio.Event, limit_s: float | None = None) -> None:
+    """Return when one of the events is set, or the limit is over."""
+    async with asyncio.TaskGroup() as tasks:
+        waits = [tasks.create_task(event.wait()) for event in events]
+        await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()

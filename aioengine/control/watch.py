@@ -15,20 +15,34 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final
 
+from aioengine.activity import IDLE
+from aioengine.control.loss import explain_loss
+from aioengine.control.stall import Sign, find_stall
+from aioengine.errors import EngineError, RankLostError, ReplicaFailedError, StepTimeoutError
 from aioengine.messages import Heartbeat, JobFailed, RankInfo
 
 log = logging.getLogger(__name__)
 
 BLAME_GRACE_S: Final = 1.0
 BEATS_PER_LIMIT: Final = 4
+MAX_UNANSWERED_BEATS: Final = BEATS_PER_LIMIT - 1
+"""A probe is one beat old by then at the least, and the limit has passed since the last answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`rank` is None when no single rank is to blame."""
+    """`rank` is None when the cause was told by another rank, or no single rank is to blame."""
 
     cause: str
     rank: int | None = None
+    is_late_step: bool = False
+
+    def in_flight_error(self, me: int) -> EngineError:
+        """What calls get that were in flight on rank `me`; later ones get ReplicaFailedError."""
+        if self.is_late_step:
+            return StepTimeoutError(self.cause)
+        is_others = self.rank is not None and self.rank != me
+        return RankLostError(self.cause) if is_others else ReplicaFailedError(self.cause)
 
 
 def kill_if_here(info: RankInfo, host: str) -> None:
@@ -42,8 +56,13 @@ class Heartbeats:
     """Who has been silent for too long. One owner; keys are its names for the other ends."""
 
     def __init__(self, limit_s: float) -> None:
+        self.interval_s = limit_s / BEATS_PER_LIMIT
+        self.excused_at = time.monotonic()
+        """When the last interval was discarded: nothing before it counts against anybody."""
         self._limit_s = limit_s
         self._last_heard: dict[Hashable, float] = {}
+        self._is_on = asyncio.Event()
+        self._is_on.set()
 
     def heard(self, key: Hashable) -> None:
         """A sign of life; from the first one on (or `run`) the key is watched."""
@@ -52,16 +71,28 @@ class Heartbeats:
     def forget(self, key: Hashable) -> None:
         self._last_heard.pop(key, None)
 
+    def pause(self) -> None:
+        """From now on nothing is sent and silence means nothing."""
+        self._is_on.clear()
+
+    def resume(self) -> None:
+        self._is_on.set()
+
     async def run(
         self, send_beats: Callable[[], None], on_silent: Callable[[Hashable], None]
     ) -> None:
         """Send and check beats until cancelled. A key that is silent is told of once."""
-        interval_s = self._limit_s / BEATS_PER_LIMIT
+        interval_s = self.interval_s
         self._excuse()
         while True:
+            if not self._is_on.is_set():
+                await self._is_on.wait()
+                self._excuse()
             before = time.monotonic()
             send_beats()
             await asyncio.sleep(interval_s)
+            if not self._is_on.is_set():
+                continue
             now = time.monotonic()
             late_s = now - before - interval_s
             if late_s > interval_s:
@@ -74,6 +105,7 @@ class Heartbeats:
                 on_silent(key)
 
     def _excuse(self) -> None:
+        self.excused_at = time.monotonic()
         for key in self._last_heard:
             self.heard(key)
 
@@ -95,7 +127,10 @@ class Watch:
         self._kill_frozen = kill_frozen
         self._beats = Heartbeats(heartbeat_seconds)
         self.failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
-        self._last_beat: dict[int, Heartbeat] = {}
+        self._signs: dict[int, tuple[Heartbeat, float]] = {}
+        """Of every rank that has beaten, this one too: its last beat and when it came."""
+        self._in_call_at = 0.0
+        """When a rank was last known to be in a call."""
         self._departed: set[int] = set()
         self._blame_timer: asyncio.TimerHandle | None = None
 
@@ -105,7 +140,11 @@ class Watch:
         if rank not in self._departed:
             self._beats.heard(rank)
         if beat is not None:
-            self._last_beat[rank] = beat
+            self._note(self.others[rank], beat)
+
+    def noted(self, beat: Heartbeat) -> None:
+        """What this rank tells the others about itself."""
+        self._note(self.me, beat)
 
     def departed(self, rank: int) -> None:
         """The rank said goodbye: its connection may close."""
@@ -113,8 +152,10 @@ class Watch:
         self._beats.forget(rank)
 
     def connection_closed(self, rank: int, reason: str) -> None:
+        """Told of at once, or a moment later when the kernel knows more."""
         if rank not in self._departed:
-            self.fail(f"{self.others[rank]}: {reason} (killed, crashed or unreachable)", rank)
+            info = self.others[rank]
+            explain_loss(info, reason, lambda what: self.fail(f"{info}: {what}", rank))
 
     def job_failed(self, rank: int, failed: JobFailed, patience: float = 1.0) -> None:
         """A job raised on `rank` (this rank or another). Blamed after `patience` graces."""
@@ -126,9 +167,42 @@ class Watch:
             loop = asyncio.get_running_loop()
             self._blame_timer = loop.call_later(delay, self.fail, cause, rank)
 
-    def fail(self, cause: str, rank: int | None = None) -> None:
+    def fail(self, cause: str, rank: int | None = None, *, is_late_step: bool = False) -> None:
         if not self.failed.done():
-            self.failed.set_result(Failure(cause, rank))
+            self.failed.set_result(Failure(cause, rank, is_late_step))
+
+    # --- steps
+
+    def step_age_s(self, sent_at: float) -> float:
+        """Seconds that count for a plan: neither those before this loop was last late, nor those
+        in which a rank was in a call, which has a limit of its own."""
+        return time.monotonic() - max(sent_at, self._beats.excused_at, self._in_call_at)
+
+    def step_that_lasts(self, limit_s: float) -> int | None:
+        """A plan in which a rank has been for longer, whether others have completed it or not."""
+        late = [b.step for b, _ in self._signs.values() if b.step and b.doing_s > limit_s]
+        return min(late, default=None)
+
+    def fail_step(self, step: int, limit_s: float) -> None:
+        """A step has not ended within `--step-timeout-seconds`."""
+        stall = find_stall(step, self.signs(), 2 * self._beats.interval_s)
+        cause = f"step {step} did not end within --step-timeout-seconds {limit_s:g}: {stall.text}"
+        if stall.suspects:
+            cause = f"{', '.join(map(str, stall.suspects))}: {cause}"
+        rank = stall.suspects[0].rank if len(stall.suspects) == 1 else None
+        self.fail(cause, rank, is_late_step=True)
+        for info in stall.silent:
+            if info is not self.me:
+                self.kill(info.rank)
+
+    def signs(self) -> dict[RankInfo, Sign | None]:
+        """The last beat of every rank that is watched, and of this one; by rank."""
+        now = time.monotonic()
+        infos = sorted((self.me, *self.others.values()), key=lambda info: info.rank)
+        return {
+            info: Sign(found[0], now - found[1]) if (found := self._signs.get(info.rank)) else None
+            for info in infos
+        }
 
     # --- heartbeats
 
@@ -138,6 +212,13 @@ class Watch:
             self._beats.heard(rank)
         await self._beats.run(send_beats, self._declare_frozen)
 
+    def pause(self) -> None:
+        """Only closed connections count as loss, until `resume`."""
+        self._beats.pause()
+
+    def resume(self) -> None:
+        self._beats.resume()
+
     def kill(self, rank: int) -> None:
         """End a rank of this host that does not answer, unless `--no-kill-frozen`."""
         if self._kill_frozen:
@@ -145,8 +226,22 @@ class Watch:
 
     def _declare_frozen(self, rank: Hashable) -> None:
         assert isinstance(rank, int)
-        beat = self._last_beat.get(rank)
-        seen = f"; it was last in {beat.doing}, job {beat.last_seq} done" if beat else ""
+        info = self.others[rank]
+        sign = self.signs()[info]
+        seen = sign.beat.last_words if sign is not None else ""
         limit = f"--heartbeat-seconds {self._limit_s:g}"
-        self.fail(f"{self.others[rank]}: silent for more than {limit}{seen}", rank)
+        self.fail(f"{info}: silent for more than {limit}{seen}", rank)
         self.kill(rank)
+
+    def _note(self, info: RankInfo, beat: Heartbeat) -> None:
+        now = time.monotonic()
+        self._signs[info.rank] = (beat, now)
+        if beat.doing != IDLE and not beat.step:
+            self._in_call_at = now
+        if beat.num_unanswered >= MAX_UNANSWERED_BEATS:
+            limit = f"--heartbeat-seconds {self._limit_s:g}"
+            self.fail(
+                f"{info}: its device thread has nothing to do and has not answered for {limit}; "
+                f"it is in {beat.where}, job {beat.last_seq} done; its log has the stacks",
+                info.rank,
+            )

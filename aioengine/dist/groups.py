@@ -5,6 +5,7 @@ which are ranks in the group.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aioengine.activity import Activity
 from aioengine.dist import ops
 from aioengine.dist.communicators import Communicator
 from aioengine.dist.plain_values import broadcast_value
@@ -25,10 +27,16 @@ class Transfer:
 
     work: dist.Work
     tensor: Tensor
+    activity: Activity
+    name: str
+    """What `activity` shows while the transfer is waited for."""
 
     def wait(self) -> Tensor:
         """Blocks (on CUDA: the stream) until done; RuntimeError when the group's time-out ends."""
+        activity = self.activity
+        activity.operation = activity.last_operation = self.name
         self.work.wait()
+        activity.operation = None
         return self.tensor
 
 
@@ -74,6 +82,8 @@ class GroupCoordinator:
         self.world_size = len(ranks)
         self.device = device
         self._transport = transport
+        self._sends = [f"send to rank {other} on {name}" for other in ranks]
+        self._receives = [f"recv from rank {other} on {name}" for other in ranks]
         if transport is not None:
             ops.register_group(name, transport.communicator)
 
@@ -121,7 +131,8 @@ class GroupCoordinator:
         """
         if self.world_size == 1:
             return value
-        return broadcast_value(value, source, self._open.cpu_group)
+        with self._operating("broadcast of an object"):
+            return broadcast_value(value, source, self._open.cpu_group)
 
     def broadcast_tensor_dict(
         self, values: Mapping[str, Any] | None, source: int
@@ -135,13 +146,14 @@ class GroupCoordinator:
             assert values is not None, "the source of a broadcast has the values"
             return values
         transport = self._open
-        return broadcast_dict(
-            values,
-            source,
-            device=self.device,
-            cpu_group=transport.cpu_group,
-            device_group=transport.device_group,
-        )
+        with self._operating("broadcast of a tensor dict"):
+            return broadcast_dict(
+                values,
+                source,
+                device=self.device,
+                cpu_group=transport.cpu_group,
+                device_group=transport.device_group,
+            )
 
     def enter_job(self, seq: int) -> None:
         """What follows belongs to this job of the replica's sequence."""
@@ -150,7 +162,8 @@ class GroupCoordinator:
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            dist.barrier(group=self._open.cpu_group)
+            with self._operating("barrier"):
+                dist.barrier(group=self._open.cpu_group)
 
     # --- from one member to another
 
@@ -158,7 +171,7 @@ class GroupCoordinator:
         """Starts sending contiguous x to the member `target`."""
         work = dist.isend(x, group=self._open.device_group, group_dst=target)
         assert work is not None
-        return Transfer(work, x)
+        return Transfer(work, x, self._open.communicator.activity, self._sends[target])
 
     def irecv(self, into: Tensor, source: int) -> Transfer:
         """Starts receiving into contiguous `into`, which must have the sender's shape and type."""
@@ -168,7 +181,7 @@ class GroupCoordinator:
         )
         work = dist.irecv(into, group=self._open.device_group, group_src=source)
         assert work is not None
-        return Transfer(work, into)
+        return Transfer(work, into, self._open.communicator.activity, self._receives[source])
 
     def isend_tensor_dict(self, values: Mapping[str, Any], target: int) -> SentDict:
         """Starts sending tensors (on the CPU or the group's device) and plain values.
@@ -210,11 +223,18 @@ class GroupCoordinator:
             self._transport.close()
             self._transport = None
 
+    def _operating(self, operation: str) -> AbstractContextManager[None]:
+        return self._open.communicator.activity.operating(f"{operation} of {self._label}")
+
+    @property
+    def _label(self) -> str:
+        return f"{self.name} [ranks {', '.join(map(str, self.ranks))}]"
+
     @property
     def _open(self) -> Transport:
         if self._transport is None:
             raise EngineError(
-                f"group {self.name!r} [ranks {', '.join(map(str, self.ranks))}] moves no data: it "
-                "is closed, has one rank, or belongs to replicas that share nothing"
+                f"group {self._label} moves no data: it is closed, has one rank, or belongs to "
+                "replicas that share nothing"
             )
         return self._transport

@@ -43,6 +43,7 @@ from aioengine.dist.slurm import (
     STEP_SET,
     is_in_step,
     num_step_tasks,
+    read_job_end,
     read_step,
     refuse_shell,
 )
@@ -97,6 +98,7 @@ def read_environment(environ: Environment) -> LauncherEnv:
     omp = environ.get("OMP_NUM_THREADS", "").split(",")[0]
     return replace(
         env,
+        job_end=read_job_end(environ),
         job_secret=secret.encode() if secret else None,
         host_ip=environ.get("AIOENGINE_HOST_IP") or None,
         omp_num_threads=int(omp) if omp.isdecimal() else None,

@@ -37,6 +37,8 @@ class LauncherEnv:
     restart_count: int = 0
     error_file: str | None = None
     """Where torchelastic looks for the reason of a failure."""
+    job_end: float | None = None
+    """Unix seconds; whichever launcher started this process inside a job."""
     job_secret: bytes | None = None
     host_ip: str | None = None
     omp_num_threads: int | None = None

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final, TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore, is_initialized
+from torch.distributed.distributed_c10d import _get_default_store
 
 from aioengine.dist.interface import LOOPBACK, means_loopback
 from aioengine.dist.launcher_env import LauncherEnv
@@ -58,10 +59,15 @@ class LauncherStore:
 def open_launcher_store(env: LauncherEnv, timeout_s: float) -> LauncherStore:
     """The launch's store, served by this process if that is rank 0's part. Blocks until it answers.
 
+    In a trainer's world it is the store on which that was made.
+
     It may hold keys of an earlier attempt (`--max-restarts` keeps the port): see
     `control/bootstrap.py`. Raises StartupError for a port that is in use, StartupTimeoutError when
     nobody answers.
     """
+    if is_initialized():
+        trainers = PrefixStore(f"aioengine/{env.job}", _get_default_store())
+        return LauncherStore(trainers, "torch.distributed's own")
     deadline = time.monotonic() + timeout_s
     host, listener = env.master_addr, None
     if env.hosts_store:

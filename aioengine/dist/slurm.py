@@ -125,6 +125,14 @@ def _rendezvous(environ: Environment, num_tasks: int, hosts: HostList) -> tuple[
     return address, rendezvous_port(number), f"{source}, port by SLURM_JOB_ID and SLURM_STEP_ID"
 
 
+def read_job_end(environ: Environment) -> float | None:
+    """When the walltime of this process's job is over, in unix seconds.
+
+    As far as it was known when Slurm started the process: the limit may have been moved since.
+    """
+    return float(read_number(environ, "SLURM_JOB_END_TIME", default=0)) or None
+
+
 def refuse_shell(environ: Environment) -> None:
     """ValueError in a shell of sbatch or salloc that was given more than one task."""
     if (num_tasks := read_number(environ, "SLURM_NTASKS", default=1)) > 1:

@@ -8,13 +8,14 @@ holds every replica. torch.distributed counts ranks from the first rank of the w
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from aioengine.activity import Activity
 from aioengine.dist.backends import GroupSite, open_backends
 from aioengine.dist.communicators import Communicator
 from aioengine.dist.groups import GroupCoordinator, Transport
@@ -104,6 +105,22 @@ class GroupOptions:
     """Ranks on that host."""
     custom_all_reduce: bool = True
     """False: only the libraries' own collectives (`--disable-custom-all-reduce`)."""
+    activity: Activity = field(default_factory=Activity)
+    """Shows what the device thread is in."""
+
+
+def has_world() -> bool:
+    """Whether somebody, a trainer, has initialised torch.distributed in this process."""
+    return dist.is_initialized()
+
+
+def open_groups(
+    layout: ParallelLayout, rank: int, store: dist.Store | None, options: GroupOptions
+) -> Groups:
+    """The groups of `rank`, in a trainer's world where there is one, else in its replica's own."""
+    if has_world():
+        return open_world_groups(layout, rank, store, options, is_mixture=False)
+    return open_replica_groups(layout, rank, store, options)
 
 
 def open_replica_groups(
@@ -262,7 +279,7 @@ class GroupBuilder:
         return Transport(
             device_group,
             cpu_group,
-            Communicator(len(ranks), backends),
+            Communicator(name, ranks, backends, self._options.activity),
             TensorDictLink(device, cpu_group, device_group),
         )
 

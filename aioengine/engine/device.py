@@ -13,19 +13,22 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+from aioengine.activity import Activity
 from aioengine.errors import WorkerError
 from aioengine.messages import JobFailed, RemoteCall, RemoteFailed, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
+JOIN_S: Final = 2.0
+
 
 class DeviceWorker(Protocol):
     """What runs on the device thread (`worker/runner.py`). Every method blocks."""
 
-    doing: str
-    """What the thread is in, for heartbeats; read from the loop's thread."""
+    activity: Activity
+    """What the thread is in; read from other threads."""
 
     def prepare(self, seq: int, plan: StepPlan) -> None:
         """Called when a plan has arrived, before the jobs ahead of it are done: post receives."""
@@ -74,18 +77,31 @@ class DeviceThread:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._tasks: SimpleQueue[_Task] = SimpleQueue()
+        self.num_unfinished = 0
+        """Tasks that were submitted and whose `on_done` was not called yet."""
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._outcomes: SimpleQueue[tuple[OnDone, Any, JobError | None]] = SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         loop.add_reader(self._wake_fd, self._deliver)
         self._thread = threading.Thread(target=self._main, name="device", daemon=True)
         self._thread.start()
 
+    def close(self) -> None:
+        """End the thread behind the tasks that are queued; what they give is lost.
+
+        Waits a moment, as a thread that runs when the interpreter ends makes C++ abort. One that is
+        stuck in a collective stays.
+        """
+        self._loop.remove_reader(self._wake_fd)
+        self._tasks.put(None)
+        self._thread.join(JOIN_S)
+
     def submit(
         self, run: Callable[[], Any], on_done: OnDone, prepare: Callable[[], None] | None = None
     ) -> None:
         """Queue a task. `prepare` runs as soon as the thread sees the task, before earlier tasks
         that still wait."""
+        self.num_unfinished += 1
         self._tasks.put(_Task(run, prepare, on_done))
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -109,26 +125,31 @@ class DeviceThread:
     # --- device thread
 
     def _main(self) -> None:
-        waiting: deque[tuple[_Task, JobError | None]] = deque()
+        waiting: deque[tuple[_Task, JobError | None] | None] = deque()
         while True:
             if not waiting:
                 waiting.append(self._prepared(self._tasks.get()))
             self._take_arrived(waiting)
-            task, error = waiting.popleft()
+            if (next_task := waiting.popleft()) is None:
+                os.close(self._wake_fd)
+                return
+            task, error = next_task
             value = None
             if error is None:
                 value, error = _attempt(task.run)
             self._outcomes.put((task.on_done, value, error))
             os.eventfd_write(self._wake_fd, 1)
 
-    def _take_arrived(self, waiting: deque[tuple[_Task, JobError | None]]) -> None:
+    def _take_arrived(self, waiting: deque[tuple[_Task, JobError | None] | None]) -> None:
         while True:
             try:
                 waiting.append(self._prepared(self._tasks.get_nowait()))
             except Empty:
                 return
 
-    def _prepared(self, task: _Task) -> tuple[_Task, JobError | None]:
+    def _prepared(self, task: _Task | None) -> tuple[_Task, JobError | None] | None:
+        if task is None:
+            return None
         if task.prepare is None:
             return task, None
         return task, _attempt(task.prepare)[1]
@@ -142,6 +163,7 @@ class DeviceThread:
                 on_done, value, error = self._outcomes.get_nowait()
             except Empty:
                 return
+            self.num_unfinished -= 1
             try:
                 on_done(value, error)
             except BaseException:

@@ -14,6 +14,7 @@ from typing import Any, assert_never
 from aioengine.control.channel import Link, frame
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
+from aioengine.engine.pulse import Pulse
 from aioengine.engine.remote_calls import RemoteCalls
 from aioengine.errors import ReplicaFailedError, RpcTimeoutError
 from aioengine.messages import (
@@ -25,7 +26,9 @@ from aioengine.messages import (
     Job,
     JobFailed,
     Ordered,
+    PeerCommand,
     PeerEvent,
+    PhaseEntered,
     RemoteCall,
     RemoteFailed,
     RemoteReply,
@@ -57,11 +60,15 @@ class _PendingCall:
     replies: dict[int, Any]
 
 
+RankNews = DrainRequested | PhaseEntered
+"""What a peer's program or launcher wants, beside the jobs."""
+
+
 class Executor:
     """Sends jobs to this rank's device thread and to the peers, and collects what comes back.
 
     `output_rank` is the one that samples: token history goes to no other. `on_step` gets every
-    finished step in plan order. Loop thread only.
+    finished step in plan order, `on_news` what else a peer says. Loop thread only.
     """
 
     def __init__(
@@ -72,7 +79,7 @@ class Executor:
         peers: dict[int, Link],
         output_rank: int,
         on_step: Callable[[StepDone | StepFailed], None],
-        on_drain: Callable[[DrainRequested], None],
+        on_news: Callable[[int, RankNews], None],
     ) -> None:
         self._watch = watch
         self._rank = watch.me.rank
@@ -81,7 +88,10 @@ class Executor:
         self._peers = peers
         self._output_rank = output_rank
         self._on_step = on_step
-        self._on_drain = on_drain
+        self._on_news = on_news
+        self._pulse = Pulse(device, worker.activity)
+        self.last_beat = Heartbeat()
+        """What the peers were told last."""
         self._seq = 0
         self._plans: deque[tuple[int, StepPlan, float]] = deque()
         self._calls: dict[int, _PendingCall] = {}
@@ -90,6 +100,8 @@ class Executor:
         self._all_departed = asyncio.Event()
         self.last_seq = 0
         """Of the last finished step or call."""
+        self._last_own_seq = 0
+        """Of the last job that this rank itself has finished."""
         watch.failed.add_done_callback(self._fail_calls)
         for rank, link in peers.items():
             link.start(PeerEvent, partial(self._on_peer, rank), partial(self._on_peer_closed, rank))
@@ -98,9 +110,13 @@ class Executor:
     def num_in_flight(self) -> int:
         return len(self._plans)
 
-    def oldest_step_age_s(self) -> float:
-        """Seconds since the oldest unfinished plan was sent; 0 when there is none."""
-        return time.monotonic() - self._plans[0][2] if self._plans else 0.0
+    def late_step(self, limit_s: float) -> int | None:
+        """The plan that has not ended in time, if there is one."""
+        if self._plans:
+            seq, _, sent_at = self._plans[0]
+            if self._watch.step_age_s(sent_at) > limit_s:
+                return seq
+        return self._watch.step_that_lasts(limit_s)
 
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to every rank. Its end comes to `on_step`."""
@@ -149,13 +165,19 @@ class Executor:
         finally:
             self._remote.forget(seq)
 
-    def beat(self) -> Heartbeat:
-        return Heartbeat(self.last_seq, self._worker.doing)
+    def look(self) -> Heartbeat:
+        """What this rank's device thread is in. Any thread."""
+        return self._pulse.look(self._last_own_seq)
 
     def send_heartbeats(self) -> None:
-        beat = self.beat()
+        self.last_beat = self._pulse.beat(self._last_own_seq)
+        self._watch.noted(self.last_beat)
+        self.broadcast(self.last_beat)
+
+    def broadcast(self, message: PeerCommand) -> None:
+        """To every peer, behind the jobs that were sent before."""
         for link in self._peers.values():
-            link.send(beat)
+            link.send(message)
 
     def unanswered(self) -> tuple[str, list[int]]:
         """The oldest call that is not done, and the ranks that have not answered it."""
@@ -166,8 +188,7 @@ class Executor:
 
     async def shut_down(self, timeout_s: float) -> None:
         """Ask the peers to end and wait for their goodbyes."""
-        for link in self._peers.values():
-            link.send(Shutdown())
+        self.broadcast(Shutdown())
         if not self._waiting_for:
             return
         try:
@@ -182,8 +203,7 @@ class Executor:
 
     async def announce_failure(self, failure: Failure) -> None:
         """Tell the peers that are left why the replica ends."""
-        for link in self._peers.values():
-            link.send(ReplicaFailed(failure.cause, failure.rank))
+        self.broadcast(ReplicaFailed(failure.cause, failure.rank))
         for link in self._peers.values():
             await link.flush()
 
@@ -204,19 +224,21 @@ class Executor:
     # --- what comes back
 
     def _on_own_step(self, seq: int, result: StepResult | None, error: JobError | None) -> None:
+        self._last_own_seq = seq
         if error is not None:
             self._on_failed(self._rank, error.as_message(seq))
         elif result is not None:
             self._on_result(result)
 
     def _on_own_call(self, seq: int, value: Any, error: JobError | None) -> None:
+        self._last_own_seq = seq
         if error is not None:
             self._on_failed(self._rank, error.as_message(seq))
         else:
             self._on_reply(self._rank, CallReply(seq, value))
 
     def _on_own_remote(self, seq: int, value: bytes, error: JobError | None) -> None:
-        self.last_seq = seq
+        self.last_seq = self._last_own_seq = seq
         if error is not None:
             self._remote.on_failed(self._rank, error.as_remote_failure(seq))
         else:
@@ -237,8 +259,10 @@ class Executor:
                 self._on_failed(rank, event)
             case Heartbeat():
                 self._watch.heard(rank, event)
-            case DrainRequested():
-                self._on_drain(event)
+            case ReplicaFailed(cause=cause):
+                self._watch.fail(cause, rank)
+            case DrainRequested() | PhaseEntered():
+                self._on_news(rank, event)
             case Goodbye():
                 self._watch.departed(rank)
                 self._waiting_for.discard(rank)

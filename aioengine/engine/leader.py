@@ -11,9 +11,11 @@ from typing import Any, assert_never
 from aioengine.config import EngineConfig
 from aioengine.control.channel import Link
 from aioengine.control.deadline import Deadline
+from aioengine.control.loss import explain_loss
 from aioengine.control.watch import Failure, Heartbeats, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker
-from aioengine.engine.executor import Executor, StepDone, StepFailed
+from aioengine.engine.executor import Executor, RankNews, StepDone, StepFailed
+from aioengine.engine.phases import LeaderPhases
 from aioengine.engine.replica import open_replica
 from aioengine.errors import (
     EngineError,
@@ -29,8 +31,10 @@ from aioengine.messages import (
     CallEnded,
     DrainRequested,
     FrontEndCommand,
+    Goodbye,
     Heartbeat,
     LoadStats,
+    PhaseEntered,
     RankInfo,
     RemoteCall,
     ReplicaCall,
@@ -63,13 +67,22 @@ class FrontEndLost:
     reason: str
 
 
-Event = FromFrontEnd | FrontEndLost | StepDone | StepFailed
+@dataclass(frozen=True, slots=True)
+class PhaseEnding:
+    """The program around this engine leaves `active()`: `idle` is for when no step is left."""
+
+    idle: "asyncio.Future[None]"
+
+
+Event = FromFrontEnd | FrontEndLost | StepDone | StepFailed | PhaseEnding
 
 
 class Leader:
     """Schedules for one replica. Owns its scheduler, executor and the links to front ends.
 
-    `front_ends` maps a front end's name to its link and the rank that carries it.
+    `front_ends` maps a front end's name to its link and the rank that carries it. An engine inside
+    a trainer's ranks has a `home`, the front end of its own process: it ends with that one, and
+    the silence of front ends means nothing.
     """
 
     def __init__(
@@ -83,12 +96,15 @@ class Leader:
         front_ends: dict[str, tuple[Link, RankInfo]],
         address: str,
         startup: Deadline,
+        home: str | None = None,
     ) -> None:
         self._config = config
+        self._home = home
         self._model = model
         self._watch = watch
         self._device = device
         self._worker = worker
+        self.activity = worker.activity
         self._address = address
         self._startup = startup
         self._front_ends = {source: link for source, (link, _) in front_ends.items()}
@@ -107,15 +123,23 @@ class Leader:
             peers,
             watch.me.rank + replica.output_rank_in_replica,
             self._inbox.put_nowait,
-            self.request_drain,
+            self._on_rank_news,
         )
+        self.phases = LeaderPhases(watch, self._executor.broadcast)
         self._front_end_beats = Heartbeats(config.heartbeat_seconds)
+        if home is not None:
+            self._front_end_beats.pause()
         self._deltas: dict[str, list[RequestDelta]] = {source: [] for source in front_ends}
         self._last_stats = LoadStats()
         self._tasks: asyncio.TaskGroup
         self._calls: set[asyncio.Task[None]] = set()
         """Each answers a ReplicaCall."""
-        self.is_ready = False
+        self._phase_ending: PhaseEnding | None = None
+        self.ready = asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready.is_set()
 
     async def run(self) -> Failure | None:
         """Serve until Shutdown (None) or the replica's first failure."""
@@ -134,10 +158,37 @@ class Leader:
             return await self._end_failed(group.exceptions[0])
         return None
 
+    async def end_phase(self) -> None:
+        """Compute what is left, then release the peers from the phase. Requests that are not to be
+        finished must have been aborted before."""
+        idle = self.phases.new_wait()
+        self._inbox.put_nowait(PhaseEnding(idle))
+        await idle
+        await self._device.run(lambda: None)  # behind calls that are no steps
+        self.phases.leave()
+
+    def _on_rank_news(self, rank: int, news: RankNews) -> None:
+        match news:
+            case DrainRequested():
+                self.request_drain(news)
+            case PhaseEntered():
+                self.phases.on_entered(rank, news)
+            case _:
+                assert_never(news)
+
     def request_drain(self, request: DrainRequested) -> None:
-        """A rank of this replica got SIGTERM: the front ends drain the launch."""
+        """A rank of this replica got a signal: the front ends drain the launch."""
         for link in self._front_ends.values():
             link.send(request)
+
+    @property
+    def load(self) -> LoadStats:
+        """As it was published last. Any thread."""
+        return self._last_stats
+
+    def look(self) -> Heartbeat:
+        """What this rank's device thread is in. Any thread."""
+        return self._executor.look()
 
     async def collective_rpc(
         self,
@@ -155,22 +206,33 @@ class Leader:
         `unique_reply_rank` (a rank of the replica). Raises TypeError for what cannot travel,
         ValueError for a rank that is none, and what `Executor.remote_call` says.
         """
+        call = self.prepare_call(method, args, kwargs or {}, unique_reply_rank)
+        return await self._executor.remote_call(call, timeout_s)
+
+    def prepare_call(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        unique_reply_rank: int | None,
+    ) -> RemoteCall:
+        """Raises TypeError and ValueError, as `collective_rpc` does."""
         num_ranks = 1 + len(self._watch.others)
         if unique_reply_rank is not None and not 0 <= unique_reply_rank < num_ranks:
             raise ValueError(
                 f"unique_reply_rank {unique_reply_rank} is not one of the {num_ranks} ranks of "
                 "this replica"
             )
-        call = RemoteCall(
-            method_name(method), encode_arguments(args, kwargs or {}), unique_reply_rank
-        )
-        return await self._executor.remote_call(call, timeout_s)
+        return RemoteCall(method_name(method), encode_arguments(args, kwargs), unique_reply_rank)
 
     def _on_command(self, source: str, command: FrontEndCommand) -> None:
         self._front_end_beats.heard(source)
         self._inbox.put_nowait(FromFrontEnd(source, command))
 
     def _on_front_end_closed(self, source: str, reason: str) -> None:
+        explain_loss(self._carriers[source], reason, partial(self._on_front_end_lost, source))
+
+    def _on_front_end_lost(self, source: str, reason: str) -> None:
         self._inbox.put_nowait(FrontEndLost(source, reason))
 
     # --- life
@@ -191,6 +253,7 @@ class Leader:
                 )
         except TimeoutError:
             raise StartupTimeoutError(self._blame_slow_ranks()) from None
+        self._executor.send_heartbeats()  # says that the replica is ready
         beats = [
             tasks.create_task(self._watch.run_heartbeats(self._beat), name="heartbeats"),
             tasks.create_task(
@@ -198,12 +261,16 @@ class Leader:
                 name="front end heartbeats",
             ),
         ]
-        self.is_ready = True
+        self.ready.set()
         for link in self._front_ends.values():
             link.send(ready)
         await self._step_loop()
+        if self._calls:  # of other front ends
+            await asyncio.wait(self._calls, timeout=PEERS_END_S)
         for task in (*beats, *self._calls):
             task.cancel()
+        for link in self._front_ends.values():
+            link.send(Goodbye())
         await self._executor.shut_down(PEERS_END_S)
         limit_s = self._config.step_timeout_seconds
         try:
@@ -253,22 +320,17 @@ class Leader:
     def _beat(self) -> None:
         self._executor.send_heartbeats()
         limit_s = self._config.step_timeout_seconds
-        if self._executor.oldest_step_age_s() > limit_s:
-            self._watch.fail(
-                f"step {self._executor.last_seq + 1} of the replica led by {self._watch.me} did "
-                f"not end within --step-timeout-seconds {limit_s:g}",
-                None if self._watch.others else self._watch.me.rank,
-            )
+        if (step := self._executor.late_step(limit_s)) is not None:
+            self._watch.fail_step(step, limit_s)
 
     def _beat_front_ends(self) -> None:
-        beat = self._executor.beat()
         for link in self._front_ends.values():
-            link.send(beat)
+            link.send(self._executor.last_beat)
 
     def _on_front_end_silent(self, source: Hashable) -> None:
         assert isinstance(source, str)
         limit = f"--heartbeat-seconds {self._config.heartbeat_seconds:g}"
-        self._on_front_end_closed(source, f"silent for more than {limit}")
+        self._on_front_end_lost(source, f"silent for more than {limit}")
 
     # --- step loop
 
@@ -282,6 +344,7 @@ class Leader:
                 return
             self._fill_pipeline()
             self._publish()
+            self._note_idle()
 
     def _fill_pipeline(self) -> None:
         while self._executor.num_in_flight < self._config.max_plans_in_flight:
@@ -291,7 +354,7 @@ class Leader:
             self._executor.submit(plan)
 
     def _handle(self, event: Event) -> bool:
-        """False when no front end is left: the replica ends."""
+        """False when no front end is left that keeps the replica alive."""
         match event:
             case StepDone(result=result):
                 self._collect(self._scheduler.apply(result))
@@ -304,9 +367,18 @@ class Leader:
                 self._obey(source, command)
             case FrontEndLost(source=source, reason=reason):
                 self._lose_front_end(source, reason)
+            case PhaseEnding():
+                self._phase_ending = event
             case _:
                 assert_never(event)
-        return bool(self._front_ends)
+        return bool(self._front_ends) if self._home is None else self._home in self._front_ends
+
+    def _note_idle(self) -> None:
+        ending = self._phase_ending
+        if ending is not None and not self._executor.num_in_flight:
+            self._phase_ending = None
+            if not ending.idle.done():
+                ending.idle.set_result(None)
 
     def _obey(self, source: str, command: FrontEndCommand) -> None:
         match command:
@@ -332,9 +404,17 @@ class Leader:
         try:
             value = await self._executor.remote_call(command.call, command.timeout_s)
             ended = CallEnded(command.call_id, encode_value(value, command.call.method))
+        except WorkerError as error:
+            ended = CallEnded(
+                command.call_id,
+                error_type=error.type_name,
+                message=error.message,
+                where=error.where,
+                traceback=error.traceback,
+            )
         except EngineError as error:
-            name = error.type_name if isinstance(error, WorkerError) else type(error).__name__
-            ended = CallEnded(command.call_id, error=str(error), error_type=name)
+            name = type(error).__name__
+            ended = CallEnded(command.call_id, error_type=name, message=str(error))
         if source in self._front_ends:
             self._front_ends[source].send(ended)
 

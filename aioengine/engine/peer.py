@@ -9,6 +9,9 @@ from aioengine.control.channel import Link
 from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
+from aioengine.engine.phases import PeerPhases
+from aioengine.engine.pulse import Pulse
+from aioengine.errors import EngineError
 from aioengine.messages import (
     CallReply,
     DeviceCall,
@@ -18,6 +21,8 @@ from aioengine.messages import (
     Job,
     Ordered,
     PeerCommand,
+    PhaseBegan,
+    PhaseEnded,
     RemoteCall,
     RemoteReply,
     ReplicaFailed,
@@ -46,11 +51,14 @@ class Peer:
         self._link = link
         self._device = device
         self._worker = worker
+        self.activity = worker.activity
+        self._pulse = Pulse(device, worker.activity)
         self._startup = startup
         self._next_seq = 1
         self._last_done = 0
         self._ended = asyncio.Event()
-        self._armed = asyncio.Event()
+        self.phases = PeerPhases(watch, watch.others[leader_rank], link.send)
+        self.ready = asyncio.Event()
 
     async def run(self) -> Failure | None:
         """Work until Shutdown (None) or the replica's first failure."""
@@ -62,8 +70,13 @@ class Peer:
             beats.cancel()
         if not self._watch.failed.done():
             await self._close_worker()
+            leader = self._watch.others[self._leader_rank]
+            self.phases.end(EngineError(f"the engine has ended: its leader, {leader}, has left it"))
         if self._watch.failed.done():
-            return self._watch.failed.result()
+            failure = self._watch.failed.result()
+            if failure.rank == self._watch.me.rank:
+                self._link.send(ReplicaFailed(failure.cause))
+            return failure
         self._watch.departed(self._leader_rank)
         self._link.send(Goodbye())
         await self._link.flush()
@@ -81,10 +94,14 @@ class Peer:
     @property
     def is_ready(self) -> bool:
         """The leader's heartbeats say so."""
-        return self._armed.is_set()
+        return self.ready.is_set()
+
+    def look(self) -> Heartbeat:
+        """What this rank's device thread is in. Any thread."""
+        return self._pulse.look(self._last_done)
 
     def request_drain(self, request: DrainRequested) -> None:
-        """This rank got SIGTERM: the front ends drain the launch."""
+        """This rank got a signal: the front ends drain the launch."""
         self._link.send(request)
 
     # --- from the leader
@@ -97,12 +114,17 @@ class Peer:
             case Ordered(seq=seq, job=job):
                 self._start_job(seq, job)
             case Heartbeat():
-                self._armed.set()  # a leader sends them once the replica is ready
+                self.ready.set()  # a leader sends them once the replica is ready
                 self._watch.heard(self._leader_rank, command)
             case ReplicaFailed(cause=cause, rank=rank):
                 self._watch.fail(cause, rank)
             case Shutdown():
                 self._ended.set()
+            case PhaseBegan():
+                self.phases.on_began(command)
+            case PhaseEnded():
+                self.phases.on_ending()
+                self._device.submit(lambda: None, lambda *_: self.phases.on_ended())
             case _:
                 assert_never(command)
 
@@ -179,10 +201,8 @@ class Peer:
     async def _beat_when_armed(self) -> None:
         try:
             async with self._startup.bound(VERDICT_GRACE_S):
-                await self._armed.wait()
+                await self.ready.wait()
         except TimeoutError:
             self._blame_silent_leader()
             return
-        await self._watch.run_heartbeats(
-            lambda: self._link.send(Heartbeat(self._last_done, self._worker.doing))
-        )
+        await self._watch.run_heartbeats(lambda: self._link.send(self._pulse.beat(self._last_done)))

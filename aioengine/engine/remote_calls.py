@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aioengine.control.watch import Failure
-from aioengine.errors import EngineError, RankLostError, ReplicaFailedError, WorkerError
+from aioengine.errors import WorkerError
 from aioengine.messages import RankInfo, RemoteCall, RemoteFailed, RemoteReply
 from aioengine.rpc import decode_value
 
@@ -68,9 +68,7 @@ class RemoteCalls:
 
     def fail(self, failure: Failure) -> None:
         """The replica has failed: no more replies will come."""
-        error: EngineError = ReplicaFailedError(failure.cause)
-        if failure.rank is not None and failure.rank != self._first:
-            error = RankLostError(failure.cause)
+        error = failure.in_flight_error(self._first)
         for pending in self._pending.values():
             if not pending.ended.done():
                 pending.ended.set_exception(error)

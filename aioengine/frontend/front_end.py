@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,8 @@ from typing import Any, Literal, assert_never
 
 from aioengine.control.channel import Link
 from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
+from aioengine.control.loss import explain_loss
+from aioengine.control.walltime import Walltime
 from aioengine.control.watch import Heartbeats
 from aioengine.errors import EngineError, ReplicaFailedError
 from aioengine.frontend.metrics import EngineMetrics
@@ -22,6 +25,7 @@ from aioengine.messages import (
     AddRequest,
     CallEnded,
     DrainRequested,
+    Goodbye,
     Heartbeat,
     LeaderEvent,
     LoadStats,
@@ -41,7 +45,14 @@ Health = Literal["starting", "ok", "degraded", "draining", "failed"]
 
 
 class UnavailableError(Exception):
-    """No new work is taken right now: starting, draining, overloaded, or no replica left."""
+    """No new work is taken right now: starting, draining, overloaded, or no replica left.
+
+    `retry_after_s` is None where nobody knows when it will be.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(slots=True)
@@ -53,6 +64,9 @@ class Replica:
     leader: RankInfo
     ready: ReplicaReady | None = None
     failed_cause: str | None = None
+    beat: Heartbeat | None = None
+    """The leader's last one."""
+    beat_at: float = 0.0
     calls: ReplicaCalls = field(init=False)
     stats: LoadStats = field(default_factory=LoadStats)
     live: dict[str, tuple[Choice, Generation]] = field(default_factory=dict)
@@ -74,6 +88,7 @@ class FrontEnd:
         leaders: list[tuple[Link, RankInfo]],
         *,
         max_concurrent_requests: int,
+        walltime: Walltime,
         heartbeat_seconds: float,
         on_frozen: Callable[[RankInfo], None],
     ) -> None:
@@ -82,11 +97,16 @@ class FrontEnd:
         ]
         self.metrics = EngineMetrics(len(leaders))
         self.is_draining = False
+        self.drain_cause: str | None = None
+        """Where it is more than that somebody asked for it."""
         self.all_failed = asyncio.Event()
         self.drain_requested = asyncio.Event()
-        """A rank of the launch got SIGTERM."""
+        """A rank of the launch got a signal."""
+        self.drain_is_for_walltime = False
+        """What that rank says of it."""
         self._name = name
         self._max_concurrent = max_concurrent_requests
+        self._walltime = walltime
         self._router = Router()
         self._ids = itertools.count()
         self._open: set[Generation] = set()
@@ -124,6 +144,11 @@ class FrontEnd:
         return [replica.failed_cause for replica in self.replicas if replica.failed_cause]
 
     @property
+    def retry_after_s(self) -> float | None:
+        """When a client may find the next job, if this one drains because it ends."""
+        return self._walltime.until_end_s if self.drain_cause else None
+
+    @property
     def max_model_len(self) -> int | None:
         """The shortest context of the replicas; None while starting."""
         lengths = [replica.ready.max_model_len for replica in self.replicas if replica.ready]
@@ -145,6 +170,7 @@ class FrontEnd:
                 f"X-data-parallel-rank: {dp_rank} is not one of the {len(self.replicas)} replicas"
             )
         self._check_admission(len(specs))
+        self._check_walltime(specs)
         generation = Generation([], self._close)
         self._open.add(generation)
         self.idle.clear()
@@ -169,7 +195,7 @@ class FrontEnd:
     async def call_replicas(self, make_command: MakeCommand) -> list[Any]:
         """What every leader answers, in DP order; nobody is asked when a replica has failed.
 
-        Raises CallFailedError or ReplicaFailedError of the first replica that has one.
+        Raises the error of the first replica that has one, as `ReplicaCalls.call` does.
         """
         if self.causes:
             raise ReplicaFailedError("; ".join(self.causes))
@@ -186,7 +212,8 @@ class FrontEnd:
     def _check_admission(self, num_choices: int) -> None:
         health = self.health
         if health in ("starting", "draining"):
-            raise UnavailableError(f"the server is {health}")
+            cause = f" ({self.drain_cause})" if self.drain_cause else ""
+            raise UnavailableError(f"the server is {health}{cause}", self.retry_after_s)
         if health == "failed":
             raise UnavailableError("; ".join(self.causes))
         if self.num_live + num_choices > self._max_concurrent:
@@ -194,6 +221,19 @@ class FrontEnd:
                 f"{self.num_live} requests are in flight, the limit is "
                 f"--max-concurrent-requests {self._max_concurrent}"
             )
+
+    def _check_walltime(self, specs: list[ChoiceSpec]) -> None:
+        """UnavailableError for what would not end before the job does, at the present pace."""
+        left_s = self._walltime.left_s
+        asked = max((spec.asked_tokens or 0 for spec in specs), default=0)
+        expected_s = self.metrics.pace.expected_s(asked) if asked else None
+        if left_s is None or expected_s is None or expected_s <= left_s:
+            return
+        raise UnavailableError(
+            f"{self._walltime.cause}; {asked} tokens take about {expected_s:.0f} s at present, "
+            f"{left_s:.0f} s are left",
+            self._walltime.until_end_s,
+        )
 
     def _place(self, dp_rank: int | None) -> Replica:
         if dp_rank is None:
@@ -239,7 +279,8 @@ class FrontEnd:
         assert isinstance(dp_rank, int)
         replica = self.replicas[dp_rank]
         limit = f"--heartbeat-seconds {self._heartbeat_seconds:g}"
-        self._on_failed(replica, f"{replica.leader}: silent for more than {limit}")
+        seen = replica.beat.last_words if replica.beat is not None else ""
+        self._on_failed(replica, f"{replica.leader}: silent for more than {limit}{seen}")
         self._on_frozen(replica.leader)
 
     def _on_event(self, replica: Replica, event: LeaderEvent) -> None:
@@ -265,24 +306,34 @@ class FrontEnd:
                 self._note_started()
             case ReplicaFailed(cause=cause):
                 self._on_failed(replica, cause)
-            case DrainRequested():
-                self.drain_requested.set()
+            case DrainRequested(for_walltime=for_walltime):
+                if not self.drain_requested.is_set():
+                    self.drain_is_for_walltime = for_walltime
+                    self.drain_requested.set()
             case CallEnded():
                 replica.calls.on_ended(event)
+            case Goodbye():
+                self._on_gone(replica, f"{replica.leader}: it has left")
             case Heartbeat():
-                pass  # its arrival is what counts
+                replica.beat, replica.beat_at = event, time.monotonic()
             case _:
                 assert_never(event)
 
     def _on_closed(self, replica: Replica, reason: str) -> None:
-        self._on_failed(replica, f"{replica.leader}: {reason} (killed, crashed or unreachable)")
+        explain_loss(
+            replica.leader,
+            reason,
+            lambda what: self._on_failed(replica, f"{replica.leader}: {what}"),
+        )
 
     def _on_failed(self, replica: Replica, cause: str) -> None:
-        if replica.failed_cause is not None:
-            return
+        if replica.failed_cause is None:
+            log.error("replica dp%d failed: %s", replica.dp_rank, cause)
+            self._on_gone(replica, cause)
+
+    def _on_gone(self, replica: Replica, cause: str) -> None:
         replica.failed_cause = cause
         self._beats.forget(replica.dp_rank)
-        log.error("replica dp%d failed: %s", replica.dp_rank, cause)
         self._fail_live(replica, cause)
         replica.calls.fail(cause)
         self.metrics.update(replica.dp_rank, _without_load(replica.stats))
@@ -298,9 +349,11 @@ class FrontEnd:
 
     # --- end
 
-    def begin_drain(self) -> None:
+    def begin_drain(self, *, for_walltime: bool = False) -> None:
         """Take no new work; what is in flight goes on."""
         self.is_draining = True
+        if for_walltime:
+            self.drain_cause = self._walltime.cause
 
     def end_streams(self, cause: str) -> None:
         """End every live choice with an error."""

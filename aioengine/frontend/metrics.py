@@ -11,6 +11,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from aioengine.frontend.pace import Pace
 from aioengine.messages import LoadStats
 
 FINISH_REASONS: Final = ("stop", "length", "abort", "error")
@@ -28,6 +29,7 @@ class EngineMetrics:
 
     def __init__(self, num_replicas: int) -> None:
         self.registry = CollectorRegistry()
+        self.pace = Pace()
         self._running = self._gauge("num_requests_running", "Requests in the running set.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to be run.")
         self._usage = self._gauge("kv_cache_usage_perc", "Part of KV blocks in use, 0 to 1.")
@@ -88,6 +90,7 @@ class Metrics:
 
     def __init__(self, engine: EngineMetrics, dp_rank: int) -> None:
         label = str(dp_rank)
+        self._pace = engine.pace
         self._ttft = engine.ttft.labels(label)
         self._inter_token = engine.inter_token.labels(label)
         self._e2e = engine.e2e.labels(label)
@@ -101,8 +104,10 @@ class Metrics:
 
     def first_token(self, after_s: float) -> None:
         self._ttft.observe(after_s)
+        self._pace.first_token(after_s)
 
     def next_tokens(self, num_tokens: int, after_s: float) -> None:
+        self._pace.next_tokens(num_tokens, after_s)
         for _ in range(num_tokens):
             self._inter_token.observe(after_s / num_tokens)
 

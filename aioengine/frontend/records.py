@@ -10,7 +10,7 @@ from types import TracebackType
 from aioengine.errors import RequestFailedError
 from aioengine.frontend.detokenizer import IncrementalDetokenizer
 from aioengine.frontend.metrics import Metrics
-from aioengine.messages import FinishReason, RequestDelta, SamplingParams, TokenLogprobs
+from aioengine.messages import ChoiceParams, FinishReason, RequestDelta, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +18,10 @@ class ChoiceSpec:
     """One completion that a client asks for."""
 
     prompt_ids: tuple[int, ...]
-    params: SamplingParams
+    params: ChoiceParams
     detokenizer: IncrementalDetokenizer
+    asked_tokens: int | None = None
+    """The client's own max_tokens; without, nobody knows how long the answer will be."""
     eos_token_ids: tuple[int, ...] = ()
     """Stop tokens that are no `stop_reason`."""
     include_stop: bool = False

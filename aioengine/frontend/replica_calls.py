@@ -3,10 +3,16 @@
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from aioengine.control.channel import Link
-from aioengine.errors import EngineError, ReplicaFailedError
+from aioengine.errors import (
+    EngineError,
+    RankLostError,
+    ReplicaFailedError,
+    RpcTimeoutError,
+    WorkerError,
+)
 from aioengine.messages import CallEnded, ReplicaCall, ResetPrefixCache
 from aioengine.rpc import decode_value
 
@@ -14,12 +20,10 @@ MakeCommand = Callable[[int], ReplicaCall | ResetPrefixCache]
 """From the id of a call."""
 
 
-class CallFailedError(EngineError):
-    """A call ended with an error on its replica; `type_name` is that of the exception there."""
-
-    def __init__(self, message: str, type_name: str) -> None:
-        super().__init__(message)
-        self.type_name = type_name
+ERRORS: Final[dict[str, type[EngineError]]] = {
+    error.__name__: error for error in (RpcTimeoutError, RankLostError, ReplicaFailedError)
+}
+"""What a leader answers when it was not the method that raised."""
 
 
 class ReplicaCalls:
@@ -31,8 +35,9 @@ class ReplicaCalls:
         self._pending: dict[int, asyncio.Future[bytes]] = {}
 
     async def call(self, make_command: MakeCommand) -> Any:
-        """What the leader answers. Raises CallFailedError; ReplicaFailedError when the replica
-        fails meanwhile. Not to be called on one that has failed."""
+        """What the leader answers. Raises WorkerError when the method raised on a rank,
+        RpcTimeoutError, RankLostError; ReplicaFailedError when the replica fails meanwhile. Not to
+        be called on one that has failed."""
         call_id = next(self._ids)
         self._pending[call_id] = asyncio.get_running_loop().create_future()
         self._link.send(make_command(call_id))
@@ -45,10 +50,14 @@ class ReplicaCalls:
         future = self._pending.get(ended.call_id)
         if future is None or future.done():
             return  # the caller has given up
-        if ended.error:
-            future.set_exception(CallFailedError(ended.error, ended.error_type))
-        else:
+        if not ended.error_type:
             future.set_result(ended.value)
+        elif ended.where:
+            future.set_exception(
+                WorkerError(ended.where, ended.error_type, ended.message, ended.traceback)
+            )
+        else:
+            future.set_exception(ERRORS.get(ended.error_type, EngineError)(ended.message))
 
     def fail(self, cause: str) -> None:
         """The replica has failed: nothing more will be answered."""

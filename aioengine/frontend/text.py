@@ -60,6 +60,10 @@ class TextPool:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
 
+    def close(self) -> None:
+        """Work in hand is finished, but nobody waits for it."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))

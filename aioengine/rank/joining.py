@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from aioengine.config import EngineConfig
 from aioengine.control.bootstrap import (
     Bootstrap,
     KeyValueStore,
@@ -13,9 +14,12 @@ from aioengine.control.bootstrap import (
 )
 from aioengine.control.channel import Link, MemoryLink
 from aioengine.control.deadline import VERDICT_GRACE_S
+from aioengine.control.trace import TraceThread
 from aioengine.dist.rendezvous import open_launcher_store
 from aioengine.errors import StartupTimeoutError
+from aioengine.limits import max_frame_bytes
 from aioengine.messages import Endpoint, Member, RankInfo, Roster
+from aioengine.model_config import ModelConfig
 from aioengine.rank.place import Place
 
 
@@ -24,11 +28,24 @@ class Links:
     """This rank's control links, by what is at the other end."""
 
     roster: Roster
+    key: bytes
+    """Of this attempt of the launch."""
+    trace: TraceThread
+    """Not started yet."""
     peers: dict[int, Link] = field(default_factory=dict)
     front_ends: dict[str, tuple[Link, RankInfo]] = field(default_factory=dict)
     leader: Link | None = None
     replicas: list[Link] = field(default_factory=list)
     """The front end's links to all leaders, by dp rank."""
+
+    def close(self) -> None:
+        """For a process that goes on without the engine."""
+        front_ends = (link for link, _ in self.front_ends.values())
+        for link in (*self.peers.values(), *front_ends, *self.replicas):
+            link.close()
+        if self.leader is not None:
+            self.leader.close()
+        self.trace.close()
 
 
 def front_end_name(rank: int) -> str:
@@ -36,13 +53,14 @@ def front_end_name(rank: int) -> str:
     return f"rank{rank}"
 
 
-async def join_launch(place: Place, max_frame_bytes: int) -> Links:
+async def join_launch(place: Place, model: ModelConfig) -> Links:
     """Meet every rank of the launch and open this one's links.
 
     Raises StartupError or StartupTimeoutError that names the ranks that are missing or differ.
     """
     env, config = place.env, place.config
     store = await _open_store(place) if env.world_size > 1 else None
+    trace = TraceThread(place.address)
     async with asyncio.TaskGroup() as tasks:
         bootstrap = Bootstrap(
             tasks,
@@ -51,19 +69,37 @@ async def join_launch(place: Place, max_frame_bytes: int) -> Links:
             num_ranks=env.world_size,
             job_secret=env.job_secret,
             address=place.address,
-            max_frame_bytes=max_frame_bytes,
+            max_frame_bytes=_max_frame_bytes(place.config, model),
             deadline=place.startup,
         )
 
         def entry(endpoint: Endpoint | None) -> Member:
             encoded = msgspec.json.encode(config)
-            return Member(info=place.info, node=env.node, endpoint=endpoint, config=encoded)
+            return Member(
+                info=place.info,
+                node=env.node,
+                endpoint=endpoint,
+                config=encoded,
+                trace=trace.endpoint,
+            )
 
         try:
             roster = await bootstrap.join(store, entry, _seats(place))
-            return await _connect(bootstrap, place, roster)
+            return await _connect(bootstrap, place, Links(roster, bootstrap.key, trace))
+        except BaseException:
+            trace.close()
+            raise
         finally:
             bootstrap.close()
+
+
+def _max_frame_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    return max_frame_bytes(
+        max_model_len=config.max_model_len or model.max_position,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_slots=config.num_slots,
+        block_size=config.block_size,
+    )
 
 
 async def _open_store(place: Place) -> KeyValueStore:
@@ -86,9 +122,9 @@ def _seats(place: Place) -> list[Seat]:
     return [*peers, *(("front_end", rank) for rank in place.other_front_ends)]
 
 
-async def _connect(bootstrap: Bootstrap, place: Place, roster: Roster) -> Links:
+async def _connect(bootstrap: Bootstrap, place: Place, links: Links) -> Links:
     """Dial the leaders that this rank talks to, and wait for those that dial it."""
-    links = Links(roster)
+    roster = links.roster
     if not place.is_leader:
         links.leader = await bootstrap.dial(roster.members[place.leader_rank], "peer")
         return links

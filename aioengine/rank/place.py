@@ -1,15 +1,14 @@
 """Where this process stands in a launch: all that is known before another rank is met."""
 
-import logging
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.control.deadline import Deadline, process_age_s
+from aioengine.control.walltime import NO_END, Walltime
 from aioengine.dist.launcher import own_address, read_environment
 from aioengine.dist.launcher_env import LauncherEnv
 from aioengine.layout import ParallelLayout
@@ -26,6 +25,7 @@ class Place:
     address: str
     startup: Deadline
     """`--startup-timeout-seconds`, from the start of the process; rank 0's once it is met."""
+    walltime: Walltime = NO_END
 
     @classmethod
     def find(cls, config: EngineConfig, environ: Mapping[str, str]) -> Self:
@@ -39,7 +39,8 @@ class Place:
             dp_size=config.data_parallel_size,
         )
         startup = Deadline(config.startup_timeout_seconds, process_age_s())
-        return cls(config, env, layout, own_address(env, config.host_ip), startup)
+        walltime = Walltime(env.job_end, config.walltime_margin)
+        return cls(config, env, layout, own_address(env, config.host_ip), startup, walltime)
 
     @property
     def rank(self) -> int:
@@ -79,23 +80,3 @@ class Place:
     @property
     def other_front_ends(self) -> tuple[int, ...]:
         return tuple(rank for rank in self.front_end_ranks if rank != self.rank)
-
-
-def set_up_logging(place: Place) -> None:
-    """Every line carries rank and coordinates; stderr, and a file per rank with `--log-dir`."""
-    config, info = place.config, place.info
-    handlers: list[logging.Handler] = [logging.StreamHandler()]
-    if config.log_dir is not None:
-        directory = Path(config.log_dir)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            handlers.append(logging.FileHandler(directory / f"rank{info.rank}.log"))
-        except OSError as error:
-            raise ValueError(f"--log-dir {directory}: {error.strerror}") from None
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format=f"%(asctime)s.%(msecs)03d %(levelname)-7s [rank {info.rank} {info.coords}] "
-        "%(message)s",
-        datefmt="%H:%M:%S",
-        handlers=handlers,
-    )

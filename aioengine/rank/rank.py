@@ -5,21 +5,25 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
+from aioengine.activity import IDLE
 from aioengine.checkpoint.source import ModelSource
+from aioengine.control.deadline import wait_first
 from aioengine.control.signals import Signals
-from aioengine.control.watch import Failure, Watch, kill_if_here
+from aioengine.control.stacks import format_stacks, stacks_of_threads
+from aioengine.control.watch import Failure, kill_if_here
 from aioengine.dist.launcher import report_to_launcher
 from aioengine.engine.device import DeviceThread
 from aioengine.engine.leader import Leader
 from aioengine.engine.peer import Peer
 from aioengine.frontend.front_end import FrontEnd
-from aioengine.limits import max_frame_bytes
+from aioengine.frontend.tracer import Tracer
 from aioengine.messages import DrainRequested, RankInfo
 from aioengine.model_config import ModelConfig
-from aioengine.rank.joining import Links, front_end_name, join_launch
+from aioengine.rank.joining import Links, join_launch
 from aioengine.rank.place import Place
-from aioengine.rank.serving import HttpService, wait_first
-from aioengine.worker.runner import Worker
+from aioengine.rank.roles import new_engine, new_front_end, new_watch
+from aioengine.rank.serving import HttpService
+from aioengine.rank.tracing import TraceSubject
 
 log = logging.getLogger(__name__)
 
@@ -49,53 +53,49 @@ class Rank:
         self._leave = leave
         self._engine: Leader | Peer | None = None
         self._front_end: FrontEnd | None = None
+        self._has_failed = False
 
     def on_drain_signal(self, life: "asyncio.Task[int]") -> None:
-        """SIGTERM: before ready the rank just ends, later the front ends drain the launch."""
+        """Before ready the rank just ends, later the front ends drain the launch."""
         if self._engine is None or not self._engine.is_ready:
             life.cancel()
         else:
-            self._engine.request_drain(DrainRequested(self._place.rank))
+            request = DrainRequested(self._place.rank, self._signals.is_for_walltime)
+            self._engine.request_drain(request)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback raised: whoever waits for what it should have done would wait for ever."""
         loop.default_exception_handler(context)
         if "handle" in context:
-            report_to_launcher(self._place.env, str(context["message"]))
+            self.say_first_failure(f"{self._place.info}: {context['message']}")
             self._leave(EXIT_OWN_FAILURE)
+
+    def say_first_failure(self, cause: str) -> None:
+        """One line in this rank's log, and the launcher's file; what comes later is no first."""
+        if not self._has_failed:
+            self._has_failed = True
+            log.error("first failure: %s", cause)
+            report_to_launcher(self._place.env, f"ended because of {cause}")
 
     async def live(self) -> int:
         """Until the end; returns the exit status. Raises StartupError and EngineError."""
         place = self._place
         self._log_place()
-        links = await join_launch(place, self._max_frame_bytes())
+        links = await join_launch(place, self._model)
         device = DeviceThread(asyncio.get_running_loop())
-        worker = Worker(
-            config=place.config,
-            layout=place.layout,
-            rank=place.rank,
-            local_rank=place.env.local_rank,
-            local_world_size=place.env.local_world_size,
-            omp_num_threads=place.env.omp_num_threads,
-            node=place.env.node,
-            model_config=self._model,
-            source=self._source,
-        )
         async with asyncio.TaskGroup() as tasks:
             if place.has_front_end:
-                leaders = [links.roster.members[rank].info for rank in place.layout.leaders]
-                self._front_end = FrontEnd(
-                    front_end_name(place.rank),
-                    list(zip(links.replicas, leaders, strict=True)),
-                    max_concurrent_requests=place.config.max_concurrent_requests,
-                    heartbeat_seconds=place.config.heartbeat_seconds,
-                    on_frozen=self._on_frozen_leader,
-                )
+                self._front_end = new_front_end(place, links, self._on_frozen_leader)
                 service = HttpService(
-                    place, self._front_end, self._signals, self._model, self._source
+                    place,
+                    self._front_end,
+                    Tracer(links.roster.members, place.rank, links.key),
+                    self._signals,
+                    self._model,
+                    self._source,
                 )
                 tasks.create_task(service.run(), name="front end")
-            running = tasks.create_task(self._run_engine(links, device, worker), name="engine")
+            running = tasks.create_task(self._run_engine(links, device), name="engine")
         return await self._status(running.result())
 
     def _log_place(self) -> None:
@@ -113,58 +113,26 @@ class Rank:
         )
         log.info("launcher: %s", " ".join((place.env.kind, place.env.echo)).strip())
 
-    def _max_frame_bytes(self) -> int:
-        config = self._place.config
-        return max_frame_bytes(
-            max_model_len=config.max_model_len or self._model.max_position,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_slots=config.num_slots,
-            block_size=config.block_size,
-        )
-
     def _on_frozen_leader(self, leader: RankInfo) -> None:
         if self._place.config.kill_frozen:
             kill_if_here(leader, self._place.info.host)
 
-    async def _run_engine(
-        self, links: Links, device: DeviceThread, worker: Worker
-    ) -> Failure | None:
+    async def _run_engine(self, links: Links, device: DeviceThread) -> Failure | None:
         """Lead or follow until the end; None when it was in order."""
         place = self._place
-        infos = {member.info.rank: member.info for member in links.roster.members}
-        if links.leader is None:
-            watch = self._watch({rank: infos[rank] for rank in links.peers})
-            self._engine = Leader(
-                place.config,
-                self._model,
-                watch,
-                device,
-                worker,
-                links.peers,
-                links.front_ends,
-                place.address,
-                place.startup,
-            )
-        else:
-            leader = place.leader_rank
-            watch = self._watch({leader: infos[leader]})
-            self._engine = Peer(watch, leader, links.leader, device, worker, place.startup)
+        watch = new_watch(place, links)
+        self._engine = new_engine(place, self._model, self._source, links, watch, device)
+        subject = TraceSubject(self._engine, watch, device)
+        loop = asyncio.get_running_loop()
+        links.trace.start(loop, links.key, place.front_end_ranks, subject.describe)
         failure = await self._engine.run()
         if failure is not None:
-            log.error("first failure: %s", failure.cause)
-            report_to_launcher(place.env, f"ended because of {failure.cause}")
+            self.say_first_failure(failure.cause)
+            if failure.rank == place.rank and (doing := self._engine.look().where) != IDLE:
+                log.error("while in %s\n%s", doing, format_stacks(stacks_of_threads()))
             if self._front_end is not None and self._front_end.health != "failed":
                 self._signals.request_drain()  # the streams of other replicas may end
         return failure
-
-    def _watch(self, others: dict[int, RankInfo]) -> Watch:
-        config = self._place.config
-        return Watch(
-            self._place.info,
-            others,
-            heartbeat_seconds=config.heartbeat_seconds,
-            kill_frozen=config.kill_frozen,
-        )
 
     async def _status(self, failure: Failure | None) -> int:
         if failure is None:

@@ -7,12 +7,14 @@ import time
 
 from aioengine.api.app import HttpServer
 from aioengine.api.context import Api
-from aioengine.checkpoint.source import ModelSource, resolve_tokenizer
+from aioengine.checkpoint.source import ModelSource
+from aioengine.control.deadline import wait_first
 from aioengine.control.signals import Signals
-from aioengine.errors import StartupError
 from aioengine.frontend.front_end import FrontEnd
-from aioengine.frontend.text import ServedModel, TextPool, load_served_model
+from aioengine.frontend.text import TextPool
+from aioengine.frontend.tracer import Tracer
 from aioengine.model_config import ModelConfig
+from aioengine.rank.model_files import load_text
 from aioengine.rank.place import Place
 
 log = logging.getLogger(__name__)
@@ -25,12 +27,14 @@ class HttpService:
         self,
         place: Place,
         front_end: FrontEnd,
+        tracer: Tracer,
         signals: Signals,
         model: ModelConfig,
         source: ModelSource,
     ) -> None:
         self._place = place
         self._front_end = front_end
+        self._tracer = tracer
         self._signals = signals
         self._model = model
         self._source = source
@@ -43,6 +47,7 @@ class HttpService:
             config=place.config,
             layout=place.layout,
             front_end=front_end,
+            tracer=self._tracer,
             text=self._text,
             started_at=int(time.time()),
             seeds=random.Random(place.config.seed),
@@ -54,10 +59,11 @@ class HttpService:
             limit = tasks.create_task(
                 front_end.limit_start(place.startup), name="limit of the start-up"
             )
+            walltime = tasks.create_task(self._watch_walltime(), name="walltime")
             try:
                 url = await server.open()
                 log.info("HTTP at %s (answers 503 until ready)", url)
-                api.model = await self._load_text()
+                api.model = await load_text(place, self._model, self._source, self._text)
                 front_end.start()
                 await self._until_over(url, api.model.name)
             finally:
@@ -65,22 +71,20 @@ class HttpService:
             await front_end.shut_down()
             beats.cancel()
             limit.cancel()
+            walltime.cancel()
 
-    async def _load_text(self) -> ServedModel:
-        config = self._place.config
-        try:
-            tokenizer = await self._text.run(
-                resolve_tokenizer, config.tokenizer, self._source, self._place.startup.left_s
-            )
-            return await self._text.run(
-                load_served_model,
-                self._model,
-                tokenizer,
-                name=config.served_model_name,
-                template_file=config.chat_template,
-            )
-        except ValueError as error:
-            raise StartupError(str(error)) from None
+    async def _watch_walltime(self) -> None:
+        """Begin a drain when the job is about to end; not before ready, when other ranks might take
+        the end of this one for a failure."""
+        walltime = self._place.walltime
+        await self._front_end.started.wait()
+        while (until_drain_s := walltime.until_drain_s) is not None:
+            if until_drain_s == 0:
+                log.info("%s, so a drain begins (--walltime-margin)", walltime.cause)
+                self._signals.request_drain(for_walltime=True)
+                return
+            log.info("%s; a drain begins %.0f s from now", walltime.cause, until_drain_s)
+            await asyncio.sleep(until_drain_s)
 
     async def _until_over(self, url: str, model_name: str) -> None:
         signals, front_end = self._signals, self._front_end
@@ -90,21 +94,23 @@ class HttpService:
         await wait_first(front_end.all_failed, front_end.drain_requested, signals.first)
         if front_end.all_failed.is_set():
             return
-        signals.request_drain()
-        front_end.begin_drain()
-        log.info("draining: %d requests in flight", front_end.num_live)
-        await wait_first(
-            front_end.idle, front_end.all_failed, signals.second, limit_s=signals.drain_limit_s
-        )
+        signals.request_drain(for_walltime=front_end.drain_is_for_walltime)
+        limit_s = self._begin_drain()
+        await wait_first(front_end.idle, front_end.all_failed, signals.second, limit_s=limit_s)
         if front_end.num_live:
             log.warning("the time for draining is over: %d requests cut off", front_end.num_live)
-        front_end.end_streams("the server is shutting down")
+        front_end.end_streams(front_end.drain_cause or "the server is shutting down")
 
-
-async def wait_first(*events: asyncio.Event, limit_s: float | None = None) -> None:
-    """Return when one of the events is set, or the limit is over."""
-    async with asyncio.TaskGroup() as tasks:
-        waits = [tasks.create_task(event.wait()) for event in events]
-        await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+    def _begin_drain(self) -> float:
+        """Returns the seconds that requests in flight get."""
+        front_end, signals = self._front_end, self._signals
+        left_s = self._place.walltime.left_s if signals.is_for_walltime else None
+        limit_s = signals.drain_limit_s if left_s is None else left_s
+        front_end.begin_drain(for_walltime=signals.is_for_walltime)
+        log.info(
+            "draining: %d requests in flight get %.0f s%s",
+            front_end.num_live,
+            limit_s,
+            f" ({front_end.drain_cause})" if front_end.drain_cause else "",
+        )
+        return limit_s

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
+from aioengine.activity import Activity
 from aioengine.checkpoint.source import ModelSource
 from aioengine.config import EngineConfig
 from aioengine.core.stages import split_layers
@@ -17,7 +18,8 @@ from aioengine.dist.worlds import (
     Groups,
     ReplicaStore,
     connect_store,
-    open_replica_groups,
+    has_world,
+    open_groups,
     open_store,
 )
 from aioengine.layout import ParallelLayout
@@ -57,9 +59,6 @@ class Worker:
     (several ranks), load_model, num_kv_blocks, allocate_kv, warm_up.
     """
 
-    doing: str
-    """What the device thread is in, for heartbeats."""
-
     def __init__(
         self,
         config: EngineConfig,
@@ -74,7 +73,8 @@ class Worker:
         node: str = "0",
     ) -> None:
         """`node` is the launcher's name for this host."""
-        self.doing = "idle"
+        self.activity = Activity()
+        """What the device thread is in."""
         self._config = config
         self._layout = layout
         self.rank = rank
@@ -111,7 +111,7 @@ class Worker:
         self._groups: Groups | None = None
         self.device: torch.device
         self._memory: Memory
-        self._stage: LlamaStage
+        self.stage: LlamaStage
         self._builder: BatchBuilder
         self._rules: LogitRules
         self._link: StageLink
@@ -124,10 +124,8 @@ class Worker:
         """Run a registered method; ValueError for any other name."""
         if method not in CALLS:
             raise ValueError(f"no device call {method!r}; there are {', '.join(sorted(CALLS))}")
-        self.doing = method
-        value = CALLS[method](self, **kwargs)
-        self.doing = "idle"
-        return value
+        with self.activity.within(method):
+            return CALLS[method](self, **kwargs)
 
     @torch.inference_mode()
     def prepare(self, seq: int, plan: StepPlan) -> None:
@@ -137,12 +135,10 @@ class Worker:
     @torch.inference_mode()
     def execute(self, seq: int, plan: StepPlan) -> StepResult | None:
         """Compute a prepared plan. The output rank returns its result, the others None."""
-        self.doing = f"step {seq}"
-        assert self._groups is not None
-        self._groups.tp.enter_job(seq)
-        result = self._step(seq, plan)
-        self.doing = "idle"
-        return result
+        with self.activity.within(f"step {seq}", seq):
+            assert self._groups is not None
+            self._groups.tp.enter_job(seq)
+            return self._step(seq, plan)
 
     @torch.inference_mode()
     def remote(self, call: RemoteCall) -> bytes:
@@ -151,16 +147,13 @@ class Worker:
         Returns msgpack of its value, nothing when the value is not wanted from this rank. Raises
         what the method raises, UnknownMethodError, and TypeError for a value that cannot travel.
         """
-        self.doing = call.method
-        try:
+        with self.activity.within(f"collective_rpc {call.method}"):
             method = find_method(call.method, registered_only=call.registered_only)
             args, kwargs = decode_arguments(call.arguments)
             value = method(self, *args, **kwargs)
             if not call.wants_value_of(self.rank - self._layout.leader_of(self.rank)):
                 return b""
             return encode_value(value, f"the value of {call.method}")
-        finally:
-            self.doing = "idle"
 
     # --- start-up and end
 
@@ -180,14 +173,19 @@ class Worker:
 
     @device_call
     def open_store(self, host: str) -> int:
-        """Serve the store of this replica's process groups, on the leader; its port."""
+        """Serve the store of this replica's process groups, on the leader; its port.
+
+        0 in a trainer's world, which has a store.
+        """
+        if has_world():
+            return 0
         self._store = open_store(host)
         return self._store.port
 
     @device_call
     def open_groups(self, host: str, port: int) -> None:
-        """Build the process groups over the store at this address."""
-        if self._store is None:
+        """Build the process groups over the store at this address (port 0: a trainer's)."""
+        if self._store is None and port:
             self._store = connect_store(host, port, self._config.startup_timeout_seconds)
         self._build_groups()
 
@@ -204,7 +202,7 @@ class Worker:
             dtype=self.dtype,
         )
         self._memory.check_weights(plan.num_bytes, self.dtype)
-        self._stage = load_stage(plan, self._source, self.device, speaks=self.rank == 0)
+        self.stage = load_stage(plan, self._source, self.device, speaks=self.rank == 0)
 
     @device_call
     def num_kv_blocks(self) -> int:
@@ -254,16 +252,17 @@ class Worker:
 
     def _build_groups(self) -> None:
         config = self._config
-        self._groups = open_replica_groups(
+        self._groups = open_groups(
             self._layout,
             self.rank,
             self._store,
             GroupOptions(
                 device=self.device,
-                timeout_s=config.distributed_timeout_seconds or config.step_timeout_seconds,
+                timeout_s=config.group_timeout_s,
                 node=self._node,
                 num_local_ranks=self._local_world_size,
                 custom_all_reduce=not config.disable_custom_all_reduce,
+                activity=self.activity,
             ),
         )
         self._link = StageLink(
@@ -321,7 +320,7 @@ class Worker:
 
     def _step(self, seq: int, plan: StepPlan) -> StepResult | None:
         inputs = self._builder.build(plan, self._last_ids)
-        hidden_TD: Tensor = self._stage(inputs.forward, self._link.receive(seq))
+        hidden_TD: Tensor = self.stage(inputs.forward, self._link.receive(seq))
         if not self._role.is_last:
             self._link.send(hidden_TD)
         result = self._output(seq, plan, inputs, hidden_TD) if self._role.is_last else None
@@ -340,11 +339,11 @@ class Worker:
             self._rules.observe(plan)
         if len(inputs.sampled_slots_S):
             hidden_SD = hidden_TD.index_select(0, inputs.sample_rows_S)
-            logits_SV = self._stage.compute_logits(hidden_SD)
+            logits_SV = self.stage.compute_logits(hidden_SD)
             if inputs.sampling is not None:
                 sampled = self._sample(plan, inputs, inputs.sampling, logits_SV)
         described = describe_prompts(
-            inputs.prompt_chunks, hidden_TD, self._stage.compute_logits, is_output=is_output
+            inputs.prompt_chunks, hidden_TD, self.stage.compute_logits, is_output=is_output
         )
         return StepResult(seq, sampled, prompt_logprobs=described) if is_output else None
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import aiohttp
 import pytest
@@ -41,6 +42,16 @@ async def test_a_killed_task_ends_its_step() -> None:
         os.kill(ranks[1]["pid"], signal.SIGKILL)
         assert launch.wait_end(10.0) == 128 + signal.SIGKILL
         assert "first failure: rank 1 (dp0 pp0 tp1)" in launch.log
+        assert not launch.pids_left()
+
+
+async def test_a_job_that_is_about_to_end() -> None:
+    """No task starts to load what would never be served."""
+    job = srun(2, job_end=int(time.time()) + 50)
+    with Launch(*MODEL, "-pp", "2", "--walltime-margin", "60", command=job) as launch:
+        assert launch.wait_end() == 1
+        refusal = "--walltime-margin 60: nothing would be served; walltime: the job ends at "
+        assert launch.log.count(refusal) == 2
         assert not launch.pids_left()
 
 

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import logging
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.http_server import CHAT, COMPLETIONS, MESSAGES, PROMPT, serving
@@ -11,6 +13,7 @@ from support.mailbox import settle
 from support.tiny_model import EOS_ID, MODEL_NAME, ids
 
 from aioengine.api.app import HttpServer
+from aioengine.control.walltime import Walltime
 from aioengine.errors import StartupError
 
 V1 = [
@@ -76,6 +79,45 @@ async def test_too_many_requests_are_refused_for_now() -> None:
         assert answer.status == 503
         assert "--max-concurrent-requests 2" in answer.error["message"]
         assert answer.headers["Retry-After"]
+
+
+async def test_a_drain_for_the_end_of_a_job_says_when() -> None:
+    walltime = Walltime(1000.0, 60.0, lambda: 957.5)
+    async with serving(walltime=walltime) as server:
+        server.front_end.begin_drain(for_walltime=True)
+        assert (await server.get("/health")).json == {
+            "status": "draining",
+            "causes": [walltime.cause],
+        }
+        answer = await server.post(COMPLETIONS, PROMPT)
+        assert (answer.status, answer.error["code"]) == (503, "draining")
+        assert answer.error["message"] == walltime.cause
+        assert answer.headers["Retry-After"] == "43"
+
+
+@pytest.mark.parametrize(
+    ("path", "asks", "asks_no_more"),
+    [
+        (COMPLETIONS, {**PROMPT, "max_tokens": 50}, PROMPT),
+        (CHAT, {**MESSAGES, "max_completion_tokens": 50}, MESSAGES),
+    ],
+)
+async def test_an_answer_that_the_job_would_not_see(
+    path: str, asks: dict[str, Any], asks_no_more: dict[str, Any]
+) -> None:
+    """Only what the client's own max_tokens says is held against it."""
+    async with serving(walltime=Walltime(1000.0, 0.0, lambda: 965.0)) as server:
+        for token_s in (1.0, 0.1):
+            server.front_end.metrics.pace.first_token(token_s)
+            server.front_end.metrics.pace.next_tokens(1, token_s)
+        answer = await server.post(path, asks)
+        assert answer.status == 503
+        assert "50 tokens take about 48 s" in answer.error["message"]
+        assert answer.headers["Retry-After"] == "35"
+        async with asyncio.TaskGroup() as tasks:
+            taken = tasks.create_task(server.post(path, asks_no_more))
+            await server.play("ok")
+        assert taken.result().status == 200
 
 
 # --- routes --------------------------------------------------------------------------------------
@@ -153,6 +195,13 @@ async def test_routes_below_a_root_path(tmp_path: Path) -> None:
         assert (await server.get("/llm/version")).status == 401
         assert (await server.get("/livez")).status == 404
     assert not file.exists()
+
+
+async def test_every_interface_is_announced_by_the_name_of_the_host(tmp_path: Path) -> None:
+    file = tmp_path / "endpoint"
+    async with serving(host="0.0.0.0", endpoint_file=str(file)) as server:
+        port = server.url.rpartition(":")[2]
+        assert file.read_text() == f"http://{socket.gethostname()}:{port}\n"
 
 
 async def test_a_port_that_is_taken() -> None:

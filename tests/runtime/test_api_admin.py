@@ -76,22 +76,25 @@ async def test_one_value_of_each_replica() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error_type", "status", "param"),
+    ("where", "error_type", "status", "param"),
     [
-        ("UnknownMethodError", 404, "method"),
-        ("RpcTimeoutError", 504, "timeout"),
-        ("RankLostError", 503, None),
-        ("ReplicaFailedError", 503, None),
-        ("KeyError", 500, None),
+        ("rank 3: m", "UnknownMethodError", 404, "method"),
+        ("rank 3: m", "KeyError", 500, None),
+        ("", "RpcTimeoutError", 504, "timeout"),
+        ("", "RankLostError", 503, None),
+        ("", "ReplicaFailedError", 503, None),
     ],
 )
-async def test_errors_name_their_cause(error_type: str, status: int, param: str | None) -> None:
+async def test_errors_name_their_cause(
+    where: str, error_type: str, status: int, param: str | None
+) -> None:
     async with serving(admin_api_key=KEY) as served:
-        ending = {"error": "rank 3: it was so", "error_type": error_type}
+        ending = {"message": "it was so", "error_type": error_type, "where": where}
         answer = await answered(served, RPC, {"method": "m"}, ReplicaCall, ending)
         assert answer.status == status
         assert answer.error["param"] == param
-        assert answer.error["message"] == "rank 3: it was so"
+        cause = f"{where}: {error_type}: it was so" if where else "it was so"
+        assert answer.error["message"] == cause
 
 
 async def test_a_replica_that_fails_meanwhile_ends_the_call() -> None:

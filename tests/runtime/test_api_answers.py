@@ -9,7 +9,7 @@ import pytest
 from support.http_server import CHAT, COMPLETIONS, MESSAGES, PROMPT, Answer, Served, serving
 from support.tiny_model import EOS_ID, MODEL_NAME, ids
 
-from aioengine.messages import FinishReason, SamplingParams
+from aioengine.messages import ChoiceParams, FinishReason
 from aioengine.model_config import DefaultSampling
 
 CHAT_PROMPT = "<user>hello\n<assistant>"
@@ -101,7 +101,7 @@ async def test_every_sampling_field_reaches_the_replica() -> None:
         await asked(server, COMPLETIONS, {**PROMPT, **fields, "priority": -1}, "x")
         (added,) = await server.leader.added()
         assert added.priority == -1
-        assert added.params == SamplingParams(
+        assert added.params == ChoiceParams(
             max_tokens=7,
             temperature=0.5,
             top_k=3,

@@ -9,23 +9,24 @@ from support.mailbox import settle
 from support.replicas import info
 from support.tiny_model import detokenizer, ids
 
+from aioengine.control.walltime import RESERVE_S, Walltime
 from aioengine.errors import RequestFailedError
 from aioengine.frontend.front_end import FrontEnd, Health, UnavailableError
 from aioengine.frontend.records import ChoiceSpec, Generation, Update
 from aioengine.messages import (
     Abort,
     AddRequest,
+    ChoiceParams,
     DrainRequested,
     Heartbeat,
     RankInfo,
     RequestDelta,
-    SamplingParams,
     Shutdown,
 )
 
 
 def spec(prompt: str = "abc", stop: tuple[str, ...] = (), **fields: Any) -> ChoiceSpec:
-    params = SamplingParams(max_tokens=50)
+    params = ChoiceParams(max_tokens=50)
     return ChoiceSpec(
         prompt_ids=ids(prompt), params=params, detokenizer=detokenizer(*stop), **fields
     )
@@ -129,8 +130,45 @@ async def test_the_shortest_context_counts() -> None:
 
 async def test_a_drain_request_of_any_rank_is_seen() -> None:
     front_end, leaders = await serving(2)
-    leaders[1].send(DrainRequested(3))
+    leaders[1].send(DrainRequested(3, for_walltime=True))
+    leaders[0].send(DrainRequested(0))
     await front_end.drain_requested.wait()
+    await settle()
+    assert front_end.drain_is_for_walltime
+
+
+# --- the end of the job --------------------------------------------------------------------------
+
+
+async def ending(left_s: float, token_s: float | None) -> FrontEnd:
+    """A front end whose job leaves this much time for answers; tokens came at this pace."""
+    walltime = Walltime(1000.0 + RESERVE_S, 0.0, lambda: 1000.0 - left_s)
+    front_end, (leader,) = front_end_with_leaders(1, walltime=walltime)
+    leader.ready()
+    await settle()
+    if token_s is not None:
+        front_end.metrics.pace.first_token(token_s)
+        front_end.metrics.pace.next_tokens(1, token_s)
+    return front_end
+
+
+@pytest.mark.parametrize(
+    ("asked", "token_s"),
+    [(40, 1.0), (1000, 0.01), (1000, None), (None, 10.0)],
+    ids=["in time", "quick", "nothing measured", "no max_tokens"],
+)
+async def test_what_may_end_in_time_is_taken(asked: int | None, token_s: float | None) -> None:
+    front_end = await ending(40.0, token_s)
+    front_end.generate([spec(), spec(asked_tokens=asked)])
+    front_end.end_streams("over")
+
+
+async def test_what_would_not_end_in_time_is_refused() -> None:
+    front_end = await ending(40.0, 1.0)
+    with pytest.raises(UnavailableError, match="50 tokens take about 50 s at present, 40 s") as at:
+        front_end.generate([spec(), spec(asked_tokens=50)])
+    assert at.value.retry_after_s == 40.0 + RESERVE_S
+    assert front_end.idle.is_set()
 
 
 # --- admission and routing -----------------------------------------------------------------------

@@ -136,7 +136,8 @@ async def test_heartbeats_begin_with_the_leaders_first() -> None:
         await leader.next(CallReply)
         assert not leader.peer.is_ready
         leader.send(Heartbeat(1, "idle"))
-        assert await leader.next(Heartbeat) == Heartbeat(1, "idle")
+        beat = await leader.next(Heartbeat)
+        assert (beat.last_seq, beat.where, beat.step) == (1, "idle", 0)
         assert leader.peer.is_ready
         failure = await leader.failure()
         assert failure.rank == 0

@@ -11,12 +11,12 @@ from support.mailbox import settle
 from support.tiny_model import TOKENIZER, ids
 
 from aioengine import limits
-from aioengine.api import prompts
 from aioengine.api.outputs import collect
-from aioengine.api.schema import SamplingBody
+from aioengine.frontend import choices
 from aioengine.frontend.detokenizer import IncrementalDetokenizer
 from aioengine.frontend.records import ChoiceSpec
-from aioengine.messages import SamplingParams
+from aioengine.frontend.sampling import SamplingFields
+from aioengine.messages import ChoiceParams
 
 NUM_TOKENS = 3000
 
@@ -51,7 +51,7 @@ async def test_the_pieces_of_an_answer_are_joined_once() -> None:
     await settle()
     Counted.num_copied = 0
     for is_slow in (False, True):
-        params = SamplingParams(max_tokens=NUM_TOKENS)
+        params = ChoiceParams(max_tokens=NUM_TOKENS)
         spec = ChoiceSpec(prompt_ids=(1,), params=params, detokenizer=CountedText(TOKENIZER))
         async with front_end.generate([spec]) as generation:
             added = (await leader.added(1 + is_slow))[-1]
@@ -79,7 +79,7 @@ def test_a_token_is_compared_with_stop_strings_a_few_times() -> None:
 async def test_what_choices_share_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A body of 8 prompts, n 128 and long lists took seconds of the event loop."""
     num_made = Counter[str]()
-    for owner, name in ((SamplingBody, "biased_logits"), (prompts, "_stop_token_ids")):
+    for owner, name in ((SamplingFields, "biased_logits"), (choices, "_stop_token_ids")):
         real = getattr(owner, name)
 
         def counted(*args: Any, name: str = name, real: Any = real) -> Any:
@@ -88,7 +88,7 @@ async def test_what_choices_share_is_prepared_once(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(owner, name, counted)
     stop = [Counted("a" * 1000 + str(i)) for i in range(limits.MAX_STOP_STRINGS)]
-    monkeypatch.setattr(SamplingBody, "stop_strings", lambda _: tuple(stop))
+    monkeypatch.setattr(SamplingFields, "stop_strings", lambda _: tuple(stop))
     Counted.num_looked_at = 0
     async with serving(max_concurrent_requests=2000) as server, asyncio.TaskGroup() as tasks:
         body = {"prompt": ["a"] * 8, "n": 128, "logit_bias": {"1": 1}, "stop_token_ids": [1]}

@@ -8,6 +8,7 @@ from support.mailbox import Mailbox
 from support.replicas import info
 
 from aioengine.control.channel import Link, MemoryLink
+from aioengine.control.walltime import NO_END, Walltime
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.messages import (
     Abort,
@@ -71,6 +72,7 @@ def front_end_with_leaders(
     max_concurrent_requests: int = 100,
     heartbeat_seconds: float = 5.0,
     frozen: list[RankInfo] | None = None,
+    walltime: Walltime = NO_END,
 ) -> tuple[FrontEnd, list[FakeLeader]]:
     """Started; no replica is ready."""
     links: list[tuple[Link, RankInfo]] = []
@@ -83,6 +85,7 @@ def front_end_with_leaders(
         "fe",
         links,
         max_concurrent_requests=max_concurrent_requests,
+        walltime=walltime,
         heartbeat_seconds=heartbeat_seconds,
         on_frozen=frozen.append if frozen is not None else lambda leader: None,
     )

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from aioengine.activity import Activity
 from aioengine.messages import PREV, RemoteCall, Sampled, StepPlan, StepResult
 from aioengine.rpc import decode_arguments, encode_value, find_method
 
@@ -28,11 +29,12 @@ class FakeWorker:
     """Implements `engine.device.DeviceWorker`. Methods run on the device thread.
 
     `gate` holds steps back while it is clear; `entered` tells the loop that a step has begun.
-    `on_execute` and `on_call` may raise.
+    `on_execute` and `on_call` may raise. `operation` is what steps are shown to be in.
     """
 
     def __init__(self, *, is_output: bool, rank: int = 0) -> None:
-        self.doing = "idle"
+        self.activity = Activity()
+        self.operation: str | None = None
         self.rank = rank
         self.is_output = is_output
         self.seqs: list[int] = []
@@ -53,7 +55,11 @@ class FakeWorker:
 
     def execute(self, seq: int, plan: StepPlan) -> StepResult | None:
         assert seq in self.prepared
-        self.doing = f"step {seq}"
+        with self.activity.within(f"step {seq}", seq):
+            self.activity.operation = self.operation
+            return self._execute(seq, plan)
+
+    def _execute(self, seq: int, plan: StepPlan) -> StepResult | None:
         self._loop.call_soon_threadsafe(self.entered.set)
         assert self.gate.wait(LIMIT_S), "the test left its gate closed"
         self.on_execute(plan)
@@ -72,10 +78,13 @@ class FakeWorker:
                 drawn = next_token(token_id, step.start + len(step.token_ids) - 1)
                 self._slots[step.slot] = (epoch, drawn)
                 sampled.append(Sampled(step.slot, step.epoch, (drawn,)))
-        self.doing = "idle"
         return StepResult(seq, tuple(sampled)) if self.is_output else None
 
     def remote(self, call: RemoteCall) -> bytes:
+        with self.activity.within(f"collective_rpc {call.method}"):
+            return self._remote(call)
+
+    def _remote(self, call: RemoteCall) -> bytes:
         assert self.gate.wait(LIMIT_S), "the test left its gate closed"
         method = find_method(call.method, registered_only=call.registered_only)
         args, kwargs = decode_arguments(call.arguments)
@@ -84,5 +93,6 @@ class FakeWorker:
 
     def call(self, method: str, kwargs: dict[str, Any]) -> Any:
         self.calls.append(method)
-        self.on_call(method)
+        with self.activity.within(method):
+            self.on_call(method)
         return ANSWERS.get(method)

@@ -16,10 +16,12 @@ from support.tiny_model import ids, served_model
 from aioengine.api.app import HttpServer
 from aioengine.api.context import Api
 from aioengine.config import EngineConfig
+from aioengine.control.walltime import NO_END, Walltime
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.text import TextPool
+from aioengine.frontend.tracer import Tracer
 from aioengine.layout import ParallelLayout
-from aioengine.messages import AddRequest, FinishReason
+from aioengine.messages import AddRequest, FinishReason, Member
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -98,11 +100,16 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    *, states: Sequence[str] = ("ready",), has_model: bool = True, **settings: Any
+    *,
+    states: Sequence[str] = ("ready",),
+    has_model: bool = True,
+    walltime: Walltime = NO_END,
+    members: Sequence[Member] = (),
+    **settings: Any,
 ) -> AsyncIterator[Served]:
-    """`states` of the replicas: starting, ready or failed."""
+    """`states` of the replicas: starting, ready or failed. `members` are those to trace."""
     limit = settings.pop("max_concurrent_requests", 200)
-    front_end, leaders = front_end_with_leaders(len(states), limit)
+    front_end, leaders = front_end_with_leaders(len(states), limit, walltime=walltime)
     for leader, state in zip(leaders, states, strict=True):
         if state == "ready":
             leader.ready()
@@ -113,6 +120,7 @@ async def serving(
         config=EngineConfig(port=0, **settings),
         layout=ParallelLayout(dp_size=len(states)),
         front_end=front_end,
+        tracer=Tracer(members, 0, b"key"),
         text=text,
         started_at=int(time.time()),
         model=served_model() if has_model else None,

@@ -18,10 +18,10 @@ from aioengine.engine.leader import Leader
 from aioengine.engine.peer import Peer
 from aioengine.messages import (
     AddRequest,
+    ChoiceParams,
     LeaderEvent,
     RankInfo,
     RequestDelta,
-    SamplingParams,
     Shutdown,
     StepReport,
 )
@@ -63,7 +63,7 @@ def watch_of(
 def request(
     request_id: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5, **params: Any
 ) -> AddRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    sampling = ChoiceParams(max_tokens=max_tokens, **params)
     return AddRequest(request_id=request_id, token_ids=prompt, params=sampling)
 
 

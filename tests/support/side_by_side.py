@@ -1,7 +1,7 @@
 """`python side_by_side.py TASKS ARGUMENT...`: start all tasks at once, as srun does, and stay.
 
 TASKS is a JSON list of [command line, environment]; each command gets the arguments appended. All
-share this process's output. SIGTERM goes on to each; one that ends does not end the others, as with
+share this process's output. Signals go on to each; one that ends does not end the others, as with
 srun without --kill-on-bad-exit. The status is the highest of theirs, 128 + number for a signal.
 """
 
@@ -23,7 +23,8 @@ def main() -> int:
         for task in tasks:
             task.send_signal(number)
 
-    signal.signal(signal.SIGTERM, pass_on)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, pass_on)
     statuses = [task.wait() for task in tasks]
     return max(status if status >= 0 else 128 - status for status in statuses)
 

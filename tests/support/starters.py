@@ -19,7 +19,7 @@ def side_by_side(tasks: Sequence[tuple[list[str], dict[str, str]]]) -> list[str]
     return [sys.executable, str(SIDE_BY_SIDE), json.dumps(tasks)]
 
 
-def srun(num_tasks: int, nodes: Sequence[Node] = ()) -> list[str]:
+def srun(num_tasks: int, nodes: Sequence[Node] = (), *, job_end: int | None = None) -> list[str]:
     """A step of its own, with the variables that srun sets, evenly over the nodes in order."""
     per_node = num_tasks // max(1, len(nodes))
     step = {
@@ -30,6 +30,8 @@ def srun(num_tasks: int, nodes: Sequence[Node] = ()) -> list[str]:
         "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{len(nodes)})" if nodes else str(num_tasks),
         "SLURM_STEP_NUM_TASKS": str(num_tasks),
     }
+    if job_end is not None:
+        step["SLURM_JOB_END_TIME"] = str(job_end)
     tasks = []
     for rank in range(num_tasks):
         node, local_rank = divmod(rank, per_node)

@@ -22,7 +22,7 @@ CONTRACT_FLAGS = """
 --kv-cache-memory-bytes --gpu-memory-utilization --enable-prefix-caching
 --no-enable-prefix-caching --async-scheduling --no-async-scheduling
 --startup-timeout-seconds --heartbeat-seconds --step-timeout-seconds
---distributed-timeout-seconds --shutdown-timeout --kill-frozen --no-kill-frozen
+--distributed-timeout-seconds --shutdown-timeout --walltime-margin --kill-frozen --no-kill-frozen
 --host --port --endpoint-file --api-ranks --api-key --admin-api-key --root-path
 --max-concurrent-requests --metrics-require-key
 --host-ip --config --log-level --log-dir
@@ -94,6 +94,7 @@ def _non_defaults(config: EngineConfig) -> dict[str, Any]:
         ["--gpu-memory-utilization", "1.1"],
         ["--heartbeat-seconds", "0"],
         ["--shutdown-timeout", "-1"],
+        ["--walltime-margin", "-1"],
         ["--seed", "-1"],
         ["--seed", str(2**63)],
         ["--root-path", "llm"],
@@ -133,6 +134,13 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         "port": 9001,
         "shutdown_timeout": 3.0,
     }
+
+
+def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
+    common = write(tmp_path / "common.toml", "port = 9000\ntensor_parallel_size = 2\n")
+    secret = write(tmp_path / "secret.toml", 'port = 9001\napi_key = "k"\n')
+    config = parse("--config", common, "--config", secret)
+    assert _non_defaults(config) == {"tensor_parallel_size": 2, "port": 9001, "api_key": "k"}
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from aioengine.core.request import Key
 from aioengine.core.scheduler import Scheduler
 from aioengine.messages import (
     AddRequest,
+    ChoiceParams,
     RequestDelta,
     Sampled,
-    SamplingParams,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -100,7 +100,7 @@ class Replica:
         **penalties: float,
     ) -> Key:
         seed = len(self.clients)
-        params = SamplingParams(
+        params = ChoiceParams(
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             min_tokens=min_tokens,

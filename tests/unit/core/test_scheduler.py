@@ -7,8 +7,8 @@ from aioengine.core.scheduler import Scheduler
 from aioengine.messages import (
     PREV,
     AddRequest,
+    ChoiceParams,
     Sampled,
-    SamplingParams,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -169,7 +169,7 @@ def test_lengths_are_never_over_run(max_model_len: int) -> None:
 
 def test_a_stop_token_ends_after_min_tokens_and_is_reported() -> None:
     output, _ = expected_output(
-        AddRequest(request_id="", token_ids=tokens(4), params=SamplingParams(max_tokens=8)), 64
+        AddRequest(request_id="", token_ids=tokens(4), params=ChoiceParams(max_tokens=8)), 64
     )
     for min_tokens in (0, 1, 3):
         replica = Replica(Sizes(async_scheduling=True))

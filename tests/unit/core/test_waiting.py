@@ -1,10 +1,10 @@
 from aioengine.core.request import Request
 from aioengine.core.waiting import WaitingQueue
-from aioengine.messages import AddRequest, SamplingParams
+from aioengine.messages import AddRequest, ChoiceParams
 
 
 def make_request(priority: int, arrival: int) -> Request:
-    added = AddRequest(request_id="", token_ids=(1,), params=SamplingParams(max_tokens=1))
+    added = AddRequest(request_id="", token_ids=(1,), params=ChoiceParams(max_tokens=1))
     return Request(source="", added=added, order=(priority, arrival), digests=[], max_model_len=8)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from aioengine.activity import Activity
 from aioengine.dist import backends as backends_module
 from aioengine.dist import ops
 from aioengine.dist.backends import GroupSite, open_backends
@@ -54,7 +55,7 @@ def backends() -> Iterator[tuple[RecordingBackend, RecordingBackend]]:
         RecordingBackend("fast", torch.float32),
         RecordingBackend("slow", torch.float32, torch.int64),
     )
-    ops.register_group(NAME, Communicator(SIZE, list(chain)))
+    ops.register_group(NAME, Communicator(NAME, tuple(range(SIZE)), list(chain), Activity()))
     yield chain
     ops.unregister_group(NAME)
 

@@ -358,3 +358,12 @@ def test_settings_that_are_no_launcher() -> None:
     for environ in ({}, TORCHRUN, STEP, MPIRUN_5):
         env = read_environment({**environ, **settings})
         assert (env.job_secret, env.host_ip, env.omp_num_threads) == (b"s", None, 4)
+
+
+def test_the_end_of_the_job_counts_under_every_launcher() -> None:
+    for environ in ({}, TORCHRUN, STEP, MPIRUN_5):
+        assert read_environment(environ).job_end is None
+        assert read_environment({**environ, "SLURM_JOB_END_TIME": "0"}).job_end is None
+        assert read_environment({**environ, "SLURM_JOB_END_TIME": "1799999999"}).job_end == 1.799999999e9
+    with pytest.raises(ValueError, match="SLURM_JOB_END_TIME must be a number, found 'soon'"):
+        read_environment({"SLURM_JOB_END_TIME": "soon"})

@@ -6,6 +6,7 @@ import pytest
 from support.launching import STORIES, golden
 from support.plans import ScriptedRequest, run_plans
 
+from aioengine.activity import IDLE
 from aioengine.checkpoint.source import read_model_config, resolve_model
 from aioengine.config import EngineConfig
 from aioengine.layout import ParallelLayout
@@ -95,4 +96,4 @@ def test_remote_calls_run_with_the_worker(worker: Worker) -> None:
     assert worker.remote(RemoteCall("rank_info", call.arguments, reply_rank=1)) == b""
     with pytest.raises(ValueError, match="only registered methods may be called here"):
         worker.remote(RemoteCall("os:getpid", call.arguments, registered_only=True))
-    assert worker.doing == "idle"
+    assert worker.activity.job == IDLE

@@ -1,0 +1,133 @@
+"""Every rank's trace thread: says what the rank is in, also while its event loop is blocked.
+
+It has an event loop and a control port of its own. Front ends dial it when somebody asks, with the
+same proof as on every other control port, put one question, and hang up.
+"""
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable, Collection
+from typing import Final, assert_never
+
+from aioengine.control.channel import Connection
+from aioengine.control.handshake import verify
+from aioengine.control.loop_watch import LoopWatch
+from aioengine.control.stacks import stacks_of_threads
+from aioengine.errors import HandshakeError, StartupError
+from aioengine.limits import (
+    HANDSHAKE_TIMEOUT_S,
+    MAX_HANDSHAKE_FRAME_BYTES,
+    MAX_TRACE_QUESTION_BYTES,
+)
+from aioengine.messages import Endpoint, Refused, Welcome
+from aioengine.trace_messages import AskStacks, AskState, RankStacks, RankState, TraceQuestion
+
+log = logging.getLogger(__name__)
+
+Describe = Callable[[LoopWatch], RankState]
+"""What the rank is in. Called in the trace thread: it may only read, and only what is whole."""
+CLOSE_S: Final = 2.0
+
+
+class TraceThread:
+    """Owns the port from the start, the thread from `start` to `close`. A daemon."""
+
+    def __init__(self, address: str) -> None:
+        """Raises StartupError when that is no address here."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            self._socket = socket.create_server((address, 0), family=family)
+        except OSError as error:
+            raise StartupError(
+                f"cannot listen on {address} for traces ({error}); --host-ip chooses the address"
+            ) from None
+        self.endpoint = Endpoint(address, self._socket.getsockname()[1])
+        """Where the front ends ask."""
+        self._thread: threading.Thread | None = None
+        self._is_up = threading.Event()
+        self._own_loop: asyncio.AbstractEventLoop
+        self._stop: asyncio.Event
+
+    def start(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        key: bytes,
+        askers: Collection[int],
+        describe: Describe,
+    ) -> None:
+        """Answer the ranks in `askers`, and watch `loop`."""
+        self._watch = LoopWatch(loop)
+        self._key = key
+        self._askers = askers
+        self._describe = describe
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="trace", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """For a process that goes on without its rank."""
+        if self._thread is None:
+            self._socket.close()
+            return
+        self._is_up.wait(CLOSE_S)
+        self._own_loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(CLOSE_S)
+
+    # --- trace thread
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        self._own_loop = asyncio.get_running_loop()
+        self._is_up.set()
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            self._connections: set[Connection] = set()
+            server = await self._own_loop.create_server(
+                lambda: Connection(MAX_HANDSHAKE_FRAME_BYTES, self._on_open), sock=self._socket
+            )
+            watching = tasks.create_task(self._watch.run(), name="watch the loop")
+            await self._stop.wait()
+            server.close()
+            watching.cancel()
+            for connection in list(self._connections):
+                connection.abort()
+
+    def _on_open(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        self._tasks.create_task(self._accept(connection), name=f"trace {connection.peer}")
+
+    async def _accept(self, connection: Connection) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                hello = await verify(connection, self._key)
+            if hello.role != "trace" or hello.rank not in self._askers:
+                raise HandshakeError(f"rank {hello.rank} as {hello.role} is not expected")
+        except (HandshakeError, TimeoutError) as error:
+            reason = str(error) or f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s"
+            log.warning("dropped a trace connection from %s: %s", connection.peer, reason)
+            connection.send(Refused(reason))
+            self._forget(connection)
+            return
+        connection.max_frame_bytes = MAX_TRACE_QUESTION_BYTES
+        connection.send(Welcome())
+        connection.start(
+            TraceQuestion,
+            lambda question: self._answer(connection, question),
+            lambda reason: self._forget(connection),
+        )
+
+    def _forget(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        connection.close()
+
+    def _answer(self, connection: Connection, question: TraceQuestion) -> None:
+        match question:
+            case AskState():
+                connection.send(self._describe(self._watch))
+            case AskStacks():
+                connection.send(RankStacks(stacks_of_threads(), self._watch.block()))
+            case _:
+                assert_never(question)

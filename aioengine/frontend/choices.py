@@ -1,0 +1,199 @@
+"""What a client asks for, resolved against the model -> what is sent to a replica."""
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from aioengine import limits
+from aioengine.frontend.detokenizer import IncrementalDetokenizer
+from aioengine.frontend.records import ChoiceSpec
+from aioengine.frontend.sampling import InvalidFieldError, SamplingFields
+from aioengine.frontend.text import ServedModel
+from aioengine.messages import ChoiceParams
+from aioengine.model_config import DefaultSampling
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing logits by them would overflow."""
+
+
+def check_text(model: ServedModel, text: str, field: str, max_model_len: int) -> None:
+    """Tokenizing takes time: a text that is too long at the most bytes a token has is refused."""
+    max_bytes = max_model_len * model.tokenizer.max_token_bytes
+    if len(text) > max_bytes:
+        raise InvalidFieldError(
+            f"{field} has {len(text)} characters, the context is {max_model_len} tokens",
+            field,
+            "context_length_exceeded",
+        )
+
+
+def resolve_choices(
+    model: ServedModel,
+    fields: SamplingFields,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_model_len: int,
+    seeds: random.Random,
+    prompt_field: str,
+    max_tokens: int | None,
+    max_tokens_field: str = "max_tokens",
+    default_max_tokens: int | None = None,
+    logprobs: int | None,
+) -> list[ChoiceSpec]:
+    """n choices per prompt, prompt by prompt.
+
+    `max_tokens` is what the client asked for; else `default_max_tokens`, as far as the context
+    lasts (None: all of it). `seeds` gives one to a request that brings none. Raises
+    InvalidFieldError that names the field in which the prompt, or the number, came.
+    """
+    fields = _with_defaults(fields, model.config.default_sampling)
+    n = fields.n or 1
+    if n * len(prompts) > limits.MAX_CHOICES_PER_REQUEST:
+        raise InvalidFieldError(
+            f"n × prompts is {n * len(prompts)}, the limit is {limits.MAX_CHOICES_PER_REQUEST}", "n"
+        )
+    stop = fields.stop_strings()
+    stop_token_ids = _stop_token_ids(model, fields)
+    logit_bias = fields.biased_logits(model.config.vocab_size)
+    seed = seeds.getrandbits(63) if fields.seed is None else fields.seed & limits.MAX_SEED
+    specs = []
+    for prompt_ids in prompts:
+        room = _check_prompt(model, prompt_ids, prompt_field, max_model_len)
+        shared_ids = tuple(prompt_ids)
+        if max_tokens is not None and max_tokens > room:
+            raise InvalidFieldError(
+                f"{max_tokens_field} {max_tokens} and a prompt of {len(prompt_ids)} tokens exceed "
+                f"the context of {max_model_len} tokens",
+                max_tokens_field,
+                "context_length_exceeded",
+            )
+        first = _sampling_params(
+            fields,
+            max_tokens=max_tokens or min(room, default_max_tokens or room),
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            logprobs=logprobs,
+            logit_bias=logit_bias,
+        )
+        for choice_index in range(n):
+            params = first if choice_index == 0 else _of_choice(first, choice_index)
+            specs.append(_choice_spec(model, fields, shared_ids, params, stop, max_tokens))
+    return specs
+
+
+def _choice_spec(
+    model: ServedModel,
+    fields: SamplingFields,
+    prompt_ids: tuple[int, ...],
+    params: ChoiceParams,
+    stop: tuple[str, ...],
+    asked_tokens: int | None,
+) -> ChoiceSpec:
+    include_stop = bool(fields.include_stop_str_in_output)
+    return ChoiceSpec(
+        prompt_ids=prompt_ids,
+        params=params,
+        detokenizer=IncrementalDetokenizer(
+            model.tokenizer,
+            stop=stop,
+            include_stop=include_stop,
+            skip_special_tokens=fields.skip_special_tokens is not False,
+            min_tokens=params.min_tokens,
+        ),
+        asked_tokens=asked_tokens,
+        eos_token_ids=() if fields.ignore_eos else model.eos_token_ids,
+        include_stop=include_stop,
+        priority=fields.priority or 0,
+        cache_salt=fields.cache_salt or "",
+    )
+
+
+def _with_defaults(fields: SamplingFields, defaults: DefaultSampling) -> SamplingFields:
+    """The fields, with the model's own choice for each sampling field that it leaves out."""
+    chosen = {
+        name: value
+        for name, value in msgspec.structs.asdict(defaults).items()
+        if value is not None and getattr(fields, name) is None
+    }
+    return msgspec.structs.replace(fields, **chosen)
+
+
+def _check_prompt(
+    model: ServedModel, prompt_ids: Sequence[int], prompt_field: str, max_model_len: int
+) -> int:
+    """Tokens of the context that a prompt leaves."""
+    if not prompt_ids:
+        raise InvalidFieldError(f"{prompt_field} must not be empty", prompt_field)
+    if len(prompt_ids) >= max_model_len:
+        raise InvalidFieldError(
+            f"{prompt_field} has {len(prompt_ids)} tokens, the context is {max_model_len} tokens",
+            prompt_field,
+            "context_length_exceeded",
+        )
+    if max(prompt_ids) >= model.config.vocab_size:
+        raise InvalidFieldError(
+            f"{prompt_field} has token id {max(prompt_ids)}, the vocabulary has "
+            f"{model.config.vocab_size}",
+            prompt_field,
+        )
+    return max_model_len - len(prompt_ids)
+
+
+def _of_choice(first: ChoiceParams, choice_index: int) -> ChoiceParams:
+    """For another choice of the same prompt, which shares the prompt's log probabilities."""
+    return msgspec.structs.replace(first, choice_index=choice_index, prompt_logprobs=None)
+
+
+def _sampling_params(
+    fields: SamplingFields,
+    *,
+    max_tokens: int,
+    seed: int,
+    stop_token_ids: tuple[int, ...],
+    logprobs: int | None,
+    logit_bias: tuple[tuple[int, float], ...],
+) -> ChoiceParams:
+    """Of the first choice of a prompt."""
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    repetition_penalty = 1.0 if fields.repetition_penalty is None else fields.repetition_penalty
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidFieldError(
+            f"min_tokens is {min_tokens}, but at most {max_tokens} tokens will be generated",
+            "min_tokens",
+        )
+    return ChoiceParams(
+        max_tokens=max_tokens,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=max(fields.top_k or 0, 0),
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        min_p=fields.min_p or 0.0,
+        seed=seed,
+        min_tokens=min_tokens,
+        stop_token_ids=stop_token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=fields.prompt_logprobs,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        repetition_penalty=repetition_penalty,
+        logit_bias=logit_bias,
+    )
+
+
+def _stop_token_ids(model: ServedModel, fields: SamplingFields) -> tuple[int, ...]:
+    """The client's, and the model's end-of-sequence tokens unless they are to be ignored."""
+    stop_ids = list(fields.stop_token_ids or [])
+    if len(stop_ids) > limits.MAX_STOP_TOKEN_IDS:
+        raise InvalidFieldError(
+            f"stop_token_ids has {len(stop_ids)} ids, the limit is {limits.MAX_STOP_TOKEN_IDS}",
+            "stop_token_ids",
+        )
+    if any(token_id >= model.config.vocab_size for token_id in stop_ids):
+        raise InvalidFieldError(
+            f"stop_token_ids has {max(stop_ids)}, the vocabulary has {model.config.vocab_size}",
+            "stop_token_ids",
+        )
+    if not fields.ignore_eos:
+        stop_ids += model.eos_token_ids
+    return tuple(dict.fromkeys(stop_ids))
