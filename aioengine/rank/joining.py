@@ -14,7 +14,6 @@ from aioengine.control.bootstrap import (
 )
 from aioengine.control.channel import Link, MemoryLink
 from aioengine.control.deadline import VERDICT_GRACE_S
-from aioengine.control.trace import TraceThread
 from aioengine.dist.rendezvous import open_launcher_store
 from aioengine.errors import StartupTimeoutError
 from aioengine.limits import max_frame_bytes
@@ -30,8 +29,6 @@ class Links:
     roster: Roster
     key: bytes
     """Of this attempt of the launch."""
-    trace: TraceThread
-    """Not started yet."""
     peers: dict[int, Link] = field(default_factory=dict)
     front_ends: dict[str, tuple[Link, RankInfo]] = field(default_factory=dict)
     leader: Link | None = None
@@ -45,7 +42,6 @@ class Links:
             link.close()
         if self.leader is not None:
             self.leader.close()
-        self.trace.close()
 
 
 def front_end_name(rank: int) -> str:
@@ -53,14 +49,14 @@ def front_end_name(rank: int) -> str:
     return f"rank{rank}"
 
 
-async def join_launch(place: Place, model: ModelConfig) -> Links:
-    """Meet every rank of the launch and open this one's links.
+async def join_launch(place: Place, model: ModelConfig, trace: Endpoint | None = None) -> Links:
+    """Meet every rank of the launch and open this one's links. `trace` is where this rank's trace
+    thread listens.
 
     Raises StartupError or StartupTimeoutError that names the ranks that are missing or differ.
     """
     env, config = place.env, place.config
     store = await _open_store(place) if env.world_size > 1 else None
-    trace = TraceThread(place.address)
     async with asyncio.TaskGroup() as tasks:
         bootstrap = Bootstrap(
             tasks,
@@ -80,15 +76,12 @@ async def join_launch(place: Place, model: ModelConfig) -> Links:
                 node=env.node,
                 endpoint=endpoint,
                 config=encoded,
-                trace=trace.endpoint,
+                trace=trace,
             )
 
         try:
             roster = await bootstrap.join(store, entry, _seats(place))
-            return await _connect(bootstrap, place, Links(roster, bootstrap.key, trace))
-        except BaseException:
-            trace.close()
-            raise
+            return await _connect(bootstrap, place, Links(roster, bootstrap.key))
         finally:
             bootstrap.close()
 

@@ -10,6 +10,7 @@ from aioengine.checkpoint.source import ModelSource
 from aioengine.control.deadline import wait_first
 from aioengine.control.signals import Signals
 from aioengine.control.stacks import format_stacks, stacks_of_threads
+from aioengine.control.trace import TraceThread
 from aioengine.control.watch import Failure, kill_if_here
 from aioengine.dist.launcher import report_to_launcher
 from aioengine.engine.device import DeviceThread
@@ -81,7 +82,8 @@ class Rank:
         """Until the end; returns the exit status. Raises StartupError and EngineError."""
         place = self._place
         self._log_place()
-        links = await join_launch(place, self._model)
+        trace = TraceThread(place.address)
+        links = await join_launch(place, self._model, trace.endpoint)
         device = DeviceThread(asyncio.get_running_loop())
         async with asyncio.TaskGroup() as tasks:
             if place.has_front_end:
@@ -95,7 +97,7 @@ class Rank:
                     self._source,
                 )
                 tasks.create_task(service.run(), name="front end")
-            running = tasks.create_task(self._run_engine(links, device), name="engine")
+            running = tasks.create_task(self._run_engine(links, device, trace), name="engine")
         return await self._status(running.result())
 
     def _log_place(self) -> None:
@@ -117,14 +119,16 @@ class Rank:
         if self._place.config.kill_frozen:
             kill_if_here(leader, self._place.info.host)
 
-    async def _run_engine(self, links: Links, device: DeviceThread) -> Failure | None:
+    async def _run_engine(
+        self, links: Links, device: DeviceThread, trace: TraceThread
+    ) -> Failure | None:
         """Lead or follow until the end; None when it was in order."""
         place = self._place
         watch = new_watch(place, links)
         self._engine = new_engine(place, self._model, self._source, links, watch, device)
         subject = TraceSubject(self._engine, watch, device)
         loop = asyncio.get_running_loop()
-        links.trace.start(loop, links.key, place.front_end_ranks, subject.describe)
+        trace.start(loop, links.key, place.front_end_ranks, subject.describe)
         failure = await self._engine.run()
         if failure is not None:
             self.say_first_failure(failure.cause)

@@ -17,6 +17,7 @@ from aioengine.control.walltime import RESERVE_S, Walltime
 from aioengine.dist.launcher_env import LauncherEnv
 from aioengine.errors import RequestFailedError
 from aioengine.frontend.records import ChoiceSpec
+from aioengine.frontend.tracer import Tracer
 from aioengine.layout import ParallelLayout
 from aioengine.messages import ChoiceParams, DrainRequested, Shutdown
 from aioengine.rank.place import Place
@@ -44,7 +45,9 @@ class Job:
             Deadline(LONG_S),
             self.walltime,
         )
-        self.service = HttpService(place, self.front_end, self.signals, model, source)
+        self.service = HttpService(
+            place, self.front_end, Tracer([], 0, b"key"), self.signals, model, source
+        )
 
     async def cut_off_answer(self, tasks: asyncio.TaskGroup) -> str:
         """With an answer in flight that the leader never ends; returns the error that ends it."""
