@@ -204,6 +204,7 @@ async def _break(
                 launch.process.kill()
             case _:
                 case.caller_saw = await _call(session, case.fault, case.victim)
+                assert re.match("200|reset|50[03] rank", case.caller_saw), case.caller_saw
         case.failed_clients = await streams.seen(failed)
         case.other_clients = await streams.seen(1 - failed)
 

@@ -68,7 +68,7 @@ def raise_in_next_forward(worker: Worker, rank: int) -> None:
         raise InjectedError(f"rank {rank} was told to raise in its forward")
 
     if worker.rank == rank:
-        worker._stage.register_forward_pre_hook(fail)
+        worker.stage.register_forward_pre_hook(fail)
 
 
 @rpc_method
