@@ -122,7 +122,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool, _meta("parallel", "Use only the library collectives (gloo, NCCL).")
     ] = False
     distributed_executor_backend: Annotated[
-        str, _meta("parallel", "Only auto is available yet.")
+        str,
+        _meta(
+            "parallel",
+            "auto, or module:Class of your own in place of engine.executor.Executor; every rank "
+            "must be able to import it. engine/executor_backend.py says what it needs.",
+        ),
     ] = "auto"
 
     # --- engine
@@ -334,8 +339,6 @@ def refuse_unsupported(config: EngineConfig) -> None:
         "--external-data-parallel-size other than 1": config.external_data_parallel_size != 1,
         "--enable-expert-parallel": config.enable_expert_parallel,
         "--quantization": config.quantization is not None,
-        "--distributed-executor-backend other than auto": config.distributed_executor_backend
-        != "auto",
     }
     for what, asked in refusals.items():
         if asked:

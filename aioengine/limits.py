@@ -24,6 +24,14 @@ MAX_TEMPLATE_ITERATIONS: Final = 200_000
 """Loop passes and macro calls of one rendering."""
 MAX_TEMPLATE_EXPONENT: Final = 64
 
+MAX_METHOD_CHARS: Final = 256
+"""Of the name of a `collective_rpc` method."""
+MAX_RPC_BYTES: Final = 4 * 2**20
+"""Of the arguments of one `collective_rpc`, of one value, and of all values that HTTP asks for."""
+MAX_ERROR_CHARS: Final = 2048
+"""Of an exception's message, on its way to another rank."""
+MAX_TRACEBACK_CHARS: Final = 8192
+
 MAX_HANDSHAKE_FRAME_BYTES: Final = 64 * 2**10
 """Before a connection has proved itself; configurations are compared in this phase."""
 HANDSHAKE_TIMEOUT_S: Final = 20.0
@@ -37,7 +45,8 @@ BYTES_PER_TOKEN_ID: Final = 5
 def max_frame_bytes(
     *, max_model_len: int, max_num_batched_tokens: int, num_slots: int, block_size: int
 ) -> int:
-    """Largest control frame a correct launch can produce: a prompt, a plan or a step's results.
+    """Largest control frame a correct launch can produce: a prompt, a plan, a step's results, or
+    what `collective_rpc` carries.
 
     A plan may bring every slot's whole block table at once (prefix hits cost no token budget), and
     as much history as tokens. Results may describe every prompt token of a step.
@@ -47,4 +56,4 @@ def max_frame_bytes(
     block_table = -(-max_model_len // block_size) * BYTES_PER_TOKEN_ID
     plan = 2 * max_num_batched_tokens * BYTES_PER_TOKEN_ID + num_slots * (block_table + params)
     results = (num_slots + max_num_batched_tokens) * (MAX_LOGPROBS + 2) * 16
-    return 2**16 + max(prompt, plan, results)
+    return 2**16 + max(prompt, plan, results, MAX_RPC_BYTES)

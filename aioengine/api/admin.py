@@ -29,17 +29,20 @@ async def collective_rpc(request: web.Request) -> web.Response:
             "replica",
             "unique_reply_rank",
         )
-    call = RemoteCall(
-        body.method,
-        encode_arguments(body.args, body.kwargs),
-        body.unique_reply_rank,
-        registered_only=True,
-    )
+    try:
+        arguments = encode_arguments(body.args, body.kwargs)
+    except TypeError as error:
+        raise invalid(str(error), "args") from None
+    call = RemoteCall(body.method, arguments, body.unique_reply_rank, registered_only=True)
     make_call = partial(ReplicaCall, call=call, timeout_s=body.timeout)
-    by_replica = await _call(api.front_end, make_call)
-    if body.unique_reply_rank is not None:
-        return json_response({"results": by_replica})
-    return json_response({"results": [value for values in by_replica for value in values]})
+    results = await _call(api.front_end, make_call)
+    if body.unique_reply_rank is None:
+        results = [value for values in results for value in values]
+    try:
+        return json_response({"results": results})
+    except (TypeError, RecursionError) as error:
+        message = f"{body.method}: its values cannot be written as JSON: {error}"
+        raise ApiError(500, message, code="method_failed") from None
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:

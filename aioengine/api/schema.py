@@ -141,7 +141,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 class RpcBody(msgspec.Struct, kw_only=True):
     """Of /collective_rpc."""
 
-    method: str
+    method: Annotated[str, Meta(max_length=limits.MAX_METHOD_CHARS)]
     """A registered name."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}

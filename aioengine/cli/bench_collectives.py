@@ -34,8 +34,8 @@ from aioengine.dist.worlds import (
     GroupBuilder,
     GroupOptions,
     ReplicaStore,
+    ServedStore,
     connect_store,
-    open_store,
     open_world_groups,
 )
 from aioengine.errors import EngineError
@@ -202,7 +202,7 @@ def _open_world_store(env: LauncherEnv, address: str) -> ReplicaStore:
     """Served by rank 0, which the others find through the launcher's store."""
     launch = open_launcher_store(env, TIMEOUT_S)
     if env.rank == 0:
-        store = open_store(address)
+        store = ServedStore(address)
         launch.set("bench", f"{address} {store.port}")
         return store
     host, _, port = launch.get("bench").decode().partition(" ")

@@ -147,7 +147,9 @@ class Listener:
                 f"cannot listen on {host} for the other ranks ({error}); --host-ip chooses the "
                 "address"
             ) from None
-        return Endpoint(host, self._server.sockets[0].getsockname()[1])
+        port = self._server.sockets[0].getsockname()[1]
+        log.info("control port %s:%d expects %d connections", host, port, len(self._accepted))
+        return Endpoint(host, port)
 
     async def wait_accepted(self, role: Role, rank: int) -> Connection:
         return await asyncio.shield(self._accepted[role, rank])

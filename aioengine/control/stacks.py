@@ -26,9 +26,10 @@ def stacks_of_threads() -> tuple[ThreadStack, ...]:
             names.get(ident, f"thread {ident}"),
             "".join(traceback.format_stack(frame, MAX_FRAMES))[-MAX_STACK_CHARS:],
         )
-        for ident, frame in list(frames.items())[:MAX_THREADS]
+        for ident, frame in frames.items()
     ]
-    return tuple(sorted(stacks, key=lambda stack: (stack.thread != "MainThread", stack.thread)))
+    stacks.sort(key=lambda stack: (stack.thread != "MainThread", stack.thread))
+    return tuple(stacks[:MAX_THREADS])
 
 
 def format_stacks(stacks: Iterable[ThreadStack]) -> str:

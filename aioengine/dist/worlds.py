@@ -7,6 +7,8 @@ holds every replica. torch.distributed counts ranks from the first rank of the w
 """
 
 import itertools
+import os
+import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -83,9 +85,30 @@ ReplicaStore: TypeAlias = dist.TCPStore
 """Where the ranks of a replica find each other while they build their groups."""
 
 
-def open_store(host: str) -> ReplicaStore:
-    """Served by this process on `host` and a free port (`.port`)."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+class ServedStore(dist.TCPStore):
+    """Served by this process on an address of its own and a free port (`.port`).
+
+    It answers whoever connects, without a proof; so nobody else should reach it for long.
+    """
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)
+        port = listener.getsockname()[1]
+        self._listen_fd = listener.detach()
+        super().__init__(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._listen_fd
+        )
+
+    def stop_listening(self) -> None:
+        """Who has connected stays. Called once.
+
+        torch cannot do it: its server is given a descriptor on which nothing ever arrives in place
+        of the port's, which closes the port.
+        """
+        nothing = os.eventfd(0, os.EFD_CLOEXEC)
+        os.dup2(nothing, self._listen_fd, inheritable=False)
+        os.close(nothing)
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> ReplicaStore:

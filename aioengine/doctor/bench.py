@@ -14,9 +14,9 @@ from aioengine.dist.worlds import (
     GroupOptions,
     Groups,
     ReplicaStore,
+    ServedStore,
     connect_store,
     open_replica_groups,
-    open_store,
 )
 from aioengine.doctor.messages import LARGE_BYTES, LATENCY_BYTES, Device, Timing
 from aioengine.errors import StartupError
@@ -71,7 +71,7 @@ class DeviceBench:
     def open_store(self, host: str) -> int:
         """Serve the store of the replica's groups; its port."""
         self.doing = "opening the store of the groups"
-        self._store = open_store(host)
+        self._store = ServedStore(host)
         self.doing = "nothing"
         return self._store.port
 

@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 from aioengine.activity import Activity
 from aioengine.errors import WorkerError
+from aioengine.limits import MAX_ERROR_CHARS, MAX_TRACEBACK_CHARS
 from aioengine.messages import JobFailed, RemoteCall, RemoteFailed, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,15 @@ class JobError:
     type_name: str
     message: str
     traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """Text that fits a control frame, whatever the exception says."""
+        return cls(
+            _portable(lambda: type(error).__name__, MAX_ERROR_CHARS),
+            _portable(lambda: str(error), MAX_ERROR_CHARS),
+            _portable(lambda: "".join(traceback.format_exception(error)), MAX_TRACEBACK_CHARS),
+        )
 
     def as_message(self, seq: int) -> JobFailed:
         return JobFailed(seq, self.type_name, self.message, self.traceback)
@@ -175,4 +185,16 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, JobError | None]:
     try:
         return function(), None
     except BaseException as error:  # whatever it is, the loop decides what becomes of the replica
-        return None, JobError(type(error).__name__, str(error), traceback.format_exc())
+        return None, JobError.of(error)
+
+
+def _portable(make_text: Callable[[], str], max_chars: int) -> str:
+    """The text without what UTF-8 cannot say, and without its middle where it is too long."""
+    try:
+        text = make_text()
+        if len(text) > max_chars:
+            half = max_chars // 2
+            text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+        return text.encode(errors="backslashreplace").decode()
+    except BaseException as error:  # of a __str__ that is not ours
+        return f"its text cannot be made: {type(error).__name__}"

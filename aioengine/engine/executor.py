@@ -16,7 +16,7 @@ from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
 from aioengine.engine.pulse import Pulse
 from aioengine.engine.remote_calls import RemoteCalls
-from aioengine.errors import ReplicaFailedError, RpcTimeoutError
+from aioengine.errors import ReplicaFailedError
 from aioengine.messages import (
     CallReply,
     DeviceCall,
@@ -90,8 +90,7 @@ class Executor:
         self._on_step = on_step
         self._on_news = on_news
         self._pulse = Pulse(device, worker.activity)
-        self.last_beat = Heartbeat()
-        """What the peers were told last."""
+        self._last_beat = Heartbeat()
         self._seq = 0
         self._plans: deque[tuple[int, StepPlan, float]] = deque()
         self._calls: dict[int, _PendingCall] = {}
@@ -109,6 +108,11 @@ class Executor:
     @property
     def num_in_flight(self) -> int:
         return len(self._plans)
+
+    @property
+    def last_beat(self) -> Heartbeat:
+        """What the peers were told last."""
+        return self._last_beat
 
     def late_step(self, limit_s: float) -> int | None:
         """The plan that has not ended in time, if there is one."""
@@ -146,33 +150,22 @@ class Executor:
 
         Raises WorkerError when it raised on any rank, RpcTimeoutError after `timeout_s` (None: no
         limit), RankLostError when a rank is lost meanwhile, ReplicaFailedError when the replica
-        had failed before. Whoever stops waiting leaves the sequence usable.
+        had failed or ended before. Whoever stops waiting leaves the sequence usable.
         """
-        if self._watch.failed.done():
-            raise ReplicaFailedError(self._watch.failed.result().cause)
+        self._remote.check_open()
         seq = self._send(call)
         self._remote.begin(seq, call)
         self._device.submit(lambda: self._worker.remote(call), partial(self._on_own_remote, seq))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._remote.wait(seq)
-        except TimeoutError:
-            late = ", ".join(map(str, self._remote.unanswered(seq)))
-            raise RpcTimeoutError(
-                f"collective_rpc {call.method!r}: no answer from {late} within its timeout of "
-                f"{timeout_s:g} s"
-            ) from None
-        finally:
-            self._remote.forget(seq)
+        return await self._remote.result(seq, timeout_s)
 
     def look(self) -> Heartbeat:
         """What this rank's device thread is in. Any thread."""
         return self._pulse.look(self._last_own_seq)
 
     def send_heartbeats(self) -> None:
-        self.last_beat = self._pulse.beat(self._last_own_seq)
-        self._watch.noted(self.last_beat)
-        self.broadcast(self.last_beat)
+        self._last_beat = self._pulse.beat(self._last_own_seq)
+        self._watch.noted(self._last_beat)
+        self.broadcast(self._last_beat)
 
     def broadcast(self, message: PeerCommand) -> None:
         """To every peer, behind the jobs that were sent before."""
@@ -187,7 +180,9 @@ class Executor:
         return pending.method, sorted({self._rank, *self._peers} - pending.replies.keys())
 
     async def shut_down(self, timeout_s: float) -> None:
-        """Ask the peers to end and wait for their goodbyes."""
+        """Ask the peers to end and wait for their goodbyes. Calls in flight and later ones raise
+        ReplicaFailedError."""
+        self._remote.end(f"the replica led by {self._watch.me} has been shut down")
         self.broadcast(Shutdown())
         if not self._waiting_for:
             return

@@ -15,6 +15,7 @@ from aioengine.control.loss import explain_loss
 from aioengine.control.watch import Failure, Heartbeats, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker
 from aioengine.engine.executor import Executor, RankNews, StepDone, StepFailed
+from aioengine.engine.executor_backend import ExecutorBackend
 from aioengine.engine.phases import LeaderPhases
 from aioengine.engine.replica import open_replica
 from aioengine.errors import (
@@ -80,9 +81,9 @@ Event = FromFrontEnd | FrontEndLost | StepDone | StepFailed | PhaseEnding
 class Leader:
     """Schedules for one replica. Owns its scheduler, executor and the links to front ends.
 
-    `front_ends` maps a front end's name to its link and the rank that carries it. An engine inside
-    a trainer's ranks has a `home`, the front end of its own process: it ends with that one, and
-    the silence of front ends means nothing.
+    `front_ends` maps a front end's name to its link and the rank that carries it; `executor` is
+    the class of its way to the ranks. An engine inside a trainer's ranks has a `home`, the front
+    end of its own process: it ends with that one, and the silence of front ends means nothing.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Leader:
         front_ends: dict[str, tuple[Link, RankInfo]],
         address: str,
         startup: Deadline,
+        executor: type[ExecutorBackend] = Executor,
         home: str | None = None,
     ) -> None:
         self._config = config
@@ -116,14 +118,14 @@ class Leader:
             pp_size=config.pipeline_parallel_size,
             pcp_size=config.prefill_context_parallel_size,
         )
-        self._executor = Executor(
-            watch,
-            device,
-            worker,
-            peers,
-            watch.me.rank + replica.output_rank_in_replica,
-            self._inbox.put_nowait,
-            self._on_rank_news,
+        self._executor = executor(
+            watch=watch,
+            device=device,
+            worker=worker,
+            peers=peers,
+            output_rank=watch.me.rank + replica.output_rank_in_replica,
+            on_step=self._inbox.put_nowait,
+            on_news=self._on_rank_news,
         )
         self.phases = LeaderPhases(watch, self._executor.broadcast)
         self._front_end_beats = Heartbeats(config.heartbeat_seconds)
@@ -415,6 +417,10 @@ class Leader:
         except EngineError as error:
             name = type(error).__name__
             ended = CallEnded(command.call_id, error_type=name, message=str(error))
+        except TypeError as error:  # the values of all ranks together cannot travel
+            ended = CallEnded(
+                command.call_id, error_type="TypeError", message=str(error), where="all ranks"
+            )
         if source in self._front_ends:
             self._front_ends[source].send(ended)
 

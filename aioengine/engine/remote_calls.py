@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aioengine.control.watch import Failure
-from aioengine.errors import WorkerError
+from aioengine.errors import EngineError, ReplicaFailedError, RpcTimeoutError, WorkerError
 from aioengine.messages import RankInfo, RemoteCall, RemoteFailed, RemoteReply
 from aioengine.rpc import decode_value
 
@@ -27,27 +27,32 @@ class RemoteCalls:
         self._ranks = ranks
         self._first = ranks[0].rank
         self._pending: dict[int, _Pending] = {}
+        self._closed_cause: str | None = None
+
+    def check_open(self) -> None:
+        """Raises ReplicaFailedError, with the first cause, once nobody answers any more."""
+        if self._closed_cause is not None:
+            raise ReplicaFailedError(self._closed_cause)
 
     def begin(self, seq: int, call: RemoteCall) -> None:
         self._pending[seq] = _Pending(call, asyncio.get_running_loop().create_future())
 
-    async def wait(self, seq: int) -> Any:
+    async def result(self, seq: int, timeout_s: float | None) -> Any:
         """The values in rank order, or the one that was asked for.
 
-        Raises WorkerError as soon as the method has raised on a rank, and what `fail` says.
+        Raises WorkerError as soon as the method has raised on a rank, RpcTimeoutError that names
+        the ranks without an answer, and what `fail` and `end` say.
         """
         pending = self._pending[seq]
-        await pending.ended
-        values = [decode_value(v) for _, v in sorted(pending.values.items()) if v]
+        try:
+            await asyncio.wait([pending.ended], timeout=timeout_s)
+            if not pending.ended.done():
+                raise RpcTimeoutError(self._describe_late(pending, timeout_s))
+            pending.ended.result()
+        finally:
+            del self._pending[seq]
+        values = [self._decoded(pending, rank) for rank in self._wanted(pending.call)]
         return values if pending.call.reply_rank is None else values[0]
-
-    def forget(self, seq: int) -> None:
-        """The caller has its answer, or does not want one any more."""
-        del self._pending[seq]
-
-    def unanswered(self, seq: int) -> list[RankInfo]:
-        values = self._pending[seq].values
-        return [info for info in self._ranks if info.rank - self._first not in values]
 
     def on_reply(self, rank: int, reply: RemoteReply) -> None:
         pending = self._pending.get(reply.seq)
@@ -68,7 +73,33 @@ class RemoteCalls:
 
     def fail(self, failure: Failure) -> None:
         """The replica has failed: no more replies will come."""
-        error = failure.in_flight_error(self._first)
+        self._close(failure.in_flight_error(self._first))
+
+    def end(self, cause: str) -> None:
+        """The replica ends in order: no more replies will come."""
+        self._close(ReplicaFailedError(cause))
+
+    def _close(self, error: EngineError) -> None:
+        if self._closed_cause is None:
+            self._closed_cause = str(error)
         for pending in self._pending.values():
             if not pending.ended.done():
                 pending.ended.set_exception(error)
+
+    def _wanted(self, call: RemoteCall) -> list[int]:
+        """Ranks in the replica."""
+        return [rank for rank in range(len(self._ranks)) if call.wants_value_of(rank)]
+
+    def _decoded(self, pending: _Pending, rank: int) -> Any:
+        try:
+            return decode_value(pending.values[rank])
+        except ValueError as error:
+            where = f"{self._ranks[rank]}: {pending.call.method}"
+            raise WorkerError(where, "ValueError", str(error), "") from None
+
+    def _describe_late(self, pending: _Pending, timeout_s: float | None) -> str:
+        late = [str(info) for rank, info in enumerate(self._ranks) if rank not in pending.values]
+        return (
+            f"collective_rpc {pending.call.method!r}: no answer from {', '.join(late)} within its "
+            f"timeout of {timeout_s:g} s"
+        )

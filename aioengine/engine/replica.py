@@ -7,7 +7,7 @@ from aioengine.config import EngineConfig
 from aioengine.core.blocks import BlockPool
 from aioengine.core.scheduler import Scheduler
 from aioengine.engine.device import DeviceThread, DeviceWorker
-from aioengine.engine.executor import Executor
+from aioengine.engine.executor_backend import ExecutorBackend
 from aioengine.errors import StartupError
 from aioengine.messages import RankInfo, ReplicaReady
 from aioengine.model_config import ModelConfig
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 async def open_replica(
-    executor: Executor,
+    executor: ExecutorBackend,
     device: DeviceThread,
     worker: DeviceWorker,
     config: EngineConfig,
@@ -35,6 +35,7 @@ async def open_replica(
     if len(ranks) > 1:
         port = await device.run(worker.call, "open_store", {"host": address})
         await executor.call("open_groups", host=address, port=port)
+        await device.run(worker.call, "close_store", {})
     await executor.call("load_model")
     num_blocks = min(await executor.call("num_kv_blocks"))
     await executor.call("allocate_kv", num_blocks=num_blocks)

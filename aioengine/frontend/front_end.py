@@ -110,13 +110,14 @@ class FrontEnd:
         self._router = Router()
         self._ids = itertools.count()
         self._open: set[Generation] = set()
+        self._num_calls = 0
         self._heartbeat_seconds = heartbeat_seconds
         self._beats = Heartbeats(heartbeat_seconds)
         self._on_frozen = on_frozen
         self.started = asyncio.Event()
         """No replica is starting any more, and one serves."""
         self.idle = asyncio.Event()
-        """No answer is being computed or sent."""
+        """No answer is being computed or sent, and no call is in flight."""
         self.idle.set()
 
     def start(self) -> None:
@@ -195,15 +196,22 @@ class FrontEnd:
     async def call_replicas(self, make_command: MakeCommand) -> list[Any]:
         """What every leader answers, in DP order; nobody is asked when a replica has failed.
 
-        Raises the error of the first replica that has one, as `ReplicaCalls.call` does.
+        Raises the error of the first replica that has one, as `ReplicaCalls.call` does. A drain
+        waits for it.
         """
         if self.causes:
             raise ReplicaFailedError("; ".join(self.causes))
-        async with asyncio.TaskGroup() as tasks:
-            calls = [
-                tasks.create_task(_outcome(replica.calls.call(make_command)))
-                for replica in self.replicas
-            ]
+        self._num_calls += 1
+        self.idle.clear()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                calls = [
+                    tasks.create_task(_outcome(replica.calls.call(make_command)))
+                    for replica in self.replicas
+                ]
+        finally:
+            self._num_calls -= 1
+            self._note_idle()
         for call in calls:
             if isinstance(error := call.result(), EngineError):
                 raise error
@@ -253,8 +261,7 @@ class FrontEnd:
                     replica.link.send(Abort(choice.request_id))
                     choice.cancel()
         self._open.discard(generation)
-        if not self._open:
-            self.idle.set()
+        self._note_idle()
 
     # --- from the leaders
 
@@ -356,8 +363,9 @@ class FrontEnd:
             self.drain_cause = self._walltime.cause
 
     def end_streams(self, cause: str) -> None:
-        """End every live choice with an error."""
+        """End every live choice and every call with an error."""
         for replica in self.replicas:
+            replica.calls.fail(cause)
             for choice, _ in replica.live.values():
                 replica.link.send(Abort(choice.request_id))
             self._fail_live(replica, cause)
@@ -372,6 +380,10 @@ class FrontEnd:
                     await replica.link.flush()
         for replica in self.replicas:
             replica.link.close()
+
+    def _note_idle(self) -> None:
+        if not self._open and not self._num_calls:
+            self.idle.set()
 
     def _note_started(self) -> None:
         if self.health in ("ok", "degraded"):

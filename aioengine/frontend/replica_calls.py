@@ -43,6 +43,8 @@ class ReplicaCalls:
         self._link.send(make_command(call_id))
         try:
             return decode_value(await self._pending[call_id])
+        except ValueError as error:
+            raise WorkerError("the answer of a replica", "ValueError", str(error), "") from None
         finally:
             del self._pending[call_id]
 
@@ -60,7 +62,7 @@ class ReplicaCalls:
             future.set_exception(ERRORS.get(ended.error_type, EngineError)(ended.message))
 
     def fail(self, cause: str) -> None:
-        """The replica has failed: nothing more will be answered."""
+        """Nothing more will be answered: the replica has failed, or the front end ends."""
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(ReplicaFailedError(cause))

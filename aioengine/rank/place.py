@@ -11,6 +11,8 @@ from aioengine.control.deadline import Deadline, process_age_s
 from aioengine.control.walltime import NO_END, Walltime
 from aioengine.dist.launcher import own_address, read_environment
 from aioengine.dist.launcher_env import LauncherEnv
+from aioengine.engine.executor import Executor
+from aioengine.engine.executor_backend import ExecutorBackend, load_executor
 from aioengine.layout import ParallelLayout
 from aioengine.messages import RankInfo
 
@@ -26,6 +28,8 @@ class Place:
     startup: Deadline
     """`--startup-timeout-seconds`, from the start of the process; rank 0's once it is met."""
     walltime: Walltime = NO_END
+    executor: type[ExecutorBackend] = Executor
+    """What a leader uses."""
 
     @classmethod
     def find(cls, config: EngineConfig, environ: Mapping[str, str]) -> Self:
@@ -38,9 +42,11 @@ class Place:
             pp_size=config.pipeline_parallel_size,
             dp_size=config.data_parallel_size,
         )
+        executor = load_executor(config.distributed_executor_backend)
         startup = Deadline(config.startup_timeout_seconds, process_age_s())
         walltime = Walltime(env.job_end, config.walltime_margin)
-        return cls(config, env, layout, own_address(env, config.host_ip), startup, walltime)
+        address = own_address(env, config.host_ip)
+        return cls(config, env, layout, address, startup, walltime, executor)
 
     @property
     def rank(self) -> int:

@@ -60,6 +60,7 @@ def new_engine(
         links.front_ends,
         place.address,
         place.startup,
+        place.executor,
         home=front_end_name(place.rank) if is_embedded else None,
     )
 

@@ -17,16 +17,16 @@ from aioengine.dist.worlds import (
     GroupOptions,
     Groups,
     ReplicaStore,
+    ServedStore,
     connect_store,
     has_world,
     open_groups,
-    open_store,
 )
 from aioengine.layout import ParallelLayout
 from aioengine.messages import RemoteCall, Sampled, StepPlan, StepResult
 from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
-from aioengine.rpc import decode_arguments, encode_value, find_method, rpc_method
+from aioengine.rpc import rpc_method, run_method
 from aioengine.worker.batch import BatchBuilder, Role, StepInputs
 from aioengine.worker.device import check_dtype, device_id, select_device, set_cpu_threads
 from aioengine.worker.kv_store import KVShape
@@ -55,8 +55,8 @@ def device_call(method: _Method) -> _Method:
 class Worker:
     """One rank's device, groups, stage, KV cache and slot tables; owns all of them.
 
-    Start-up calls, in this order: open_device, open_store (leaders of several ranks), open_groups
-    (several ranks), load_model, num_kv_blocks, allocate_kv, warm_up.
+    Start-up calls, in this order: open_device; with several ranks open_store (the leader),
+    open_groups, close_store (the leader); load_model, num_kv_blocks, allocate_kv, warm_up.
     """
 
     def __init__(
@@ -144,16 +144,10 @@ class Worker:
     def remote(self, call: RemoteCall) -> bytes:
         """Run a method of `collective_rpc`, which gets this worker and the call's arguments.
 
-        Returns msgpack of its value, nothing when the value is not wanted from this rank. Raises
-        what the method raises, UnknownMethodError, and TypeError for a value that cannot travel.
+        Returns and raises what `run_method` does.
         """
         with self.activity.within(f"collective_rpc {call.method}"):
-            method = find_method(call.method, registered_only=call.registered_only)
-            args, kwargs = decode_arguments(call.arguments)
-            value = method(self, *args, **kwargs)
-            if not call.wants_value_of(self.rank - self._layout.leader_of(self.rank)):
-                return b""
-            return encode_value(value, f"the value of {call.method}")
+            return run_method(call, self, self.rank - self._layout.leader_of(self.rank))
 
     # --- start-up and end
 
@@ -179,8 +173,14 @@ class Worker:
         """
         if has_world():
             return 0
-        self._store = open_store(host)
+        self._store = ServedStore(host)
         return self._store.port
+
+    @device_call
+    def close_store(self) -> None:
+        """On the leader, once the groups are built: no rank has to come any more."""
+        if isinstance(self._store, ServedStore):
+            self._store.stop_listening()
 
     @device_call
     def open_groups(self, host: str, port: int) -> None:

@@ -13,6 +13,7 @@ from aioengine.control.deadline import Deadline
 from aioengine.dist.launcher_env import LauncherEnv
 from aioengine.dist.rendezvous import open_launcher_store
 from aioengine.errors import StartupError, StartupTimeoutError
+from aioengine.engine.executor import Executor
 from aioengine.layout import ParallelLayout
 from aioengine.rank.joining import join_launch
 from aioengine.rank.place import Place
@@ -80,6 +81,7 @@ async def test_rank_0_is_frozen() -> None:
             env=rank_env(1, silent.getsockname()[1]),
             layout=ParallelLayout(tp_size=2),
             address="127.0.0.1",
+            executor=Executor,
             startup=Deadline(0.5),
         )
         with pytest.raises(StartupTimeoutError, match="rank 1 does not get an answer .* frozen"):

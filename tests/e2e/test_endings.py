@@ -105,6 +105,7 @@ async def test_again_after_kill_and_two_at_once() -> None:
         (1, ("-pcp", "2"), "--prefill-context-parallel-size above 1 does not run yet"),
         (1, ("--quantization", "int8"), "--quantization does not run yet"),
         (2, ("-pp", "2", "--pipeline-layers", "1,1"), "--pipeline-layers"),
+        (2, ("-tp", "2", "--distributed-executor-backend", "a:B"), "a:B: cannot import a"),
     ],
 )
 def test_what_cannot_start_says_why(num_ranks: int, flags: tuple[str, ...], message: str) -> None:

@@ -9,12 +9,12 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Final
 
 import pytest
-from support.launching import STORIES, Launch, rank_command
-from torch.distributed import TCPStore
+from support.launching import STORIES, Launch
+from support.single_ranks import SingleRanks
 
 pytestmark = pytest.mark.skipif(not STORIES.exists(), reason="needs the shared model")
 
@@ -25,28 +25,9 @@ FLAGS: Final = ("--model", str(STORIES), "--startup-timeout-seconds", str(LIMIT_
 
 @contextmanager
 def launched_ranks(ranks: list[int], world_size: int, *flags: str) -> Iterator[dict[int, Launch]]:
-    """Some of the ranks of a launch, each a process of its own, and the store of a launcher."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with ExitStack() as stack:
-        yield {
-            rank: stack.enter_context(
-                Launch(
-                    *FLAGS,
-                    *flags,
-                    command=rank_command(1),
-                    env={
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(world_size),
-                        "LOCAL_WORLD_SIZE": str(world_size),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": str(store.port),
-                        "TORCHELASTIC_USE_AGENT_STORE": "True",
-                    },
-                )
-            )
-            for rank in ranks
-        }
+    """Some of the ranks of a launch."""
+    with SingleRanks(world_size, *FLAGS, *flags) as single:
+        yield {rank: single.start(rank) for rank in ranks}
 
 
 def check_ends(launches: dict[int, Launch], started: float, named: str) -> None:

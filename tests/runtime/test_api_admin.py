@@ -3,14 +3,17 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from support.http_server import Answer, Served, serving
 from support.mailbox import settle
 
+from aioengine.limits import MAX_RPC_BYTES
 from aioengine.messages import CallEnded, ReplicaCall, ResetPrefixCache
 from aioengine.rpc import decode_arguments, encode_value
 
 KEY = "open sesame"
+DEEP = b"\x91" * 5000 + b"\x90"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 RPC = "/collective_rpc"
 RESET = "/reset_prefix_cache"
@@ -97,6 +100,63 @@ async def test_errors_name_their_cause(
         assert answer.error["message"] == cause
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (float("nan"), None),
+        (b"\0\xff", "AP8="),
+        ({2: "two"}, {"2": "two"}),
+        (2**64 - 1, 2**64 - 1),
+    ],
+)
+async def test_values_that_json_says_differently(value: Any, shown: Any) -> None:
+    async with serving(admin_api_key=KEY) as served:
+        answer = await answered(
+            served, RPC, {"method": "m"}, ReplicaCall, {"value": encode_value([value], "")}
+        )
+        assert (answer.status, answer.json) == (200, {"results": [shown]})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [encode_value([{None: 1}], ""), encode_value([msgspec.msgpack.Ext(1, b"")], ""), DEEP, b"\xc1"],
+    ids=["key", "extension", "deep", "malformed"],
+)
+async def test_values_that_cannot_be_answered_end_the_call_only(value: bytes) -> None:
+    async with serving(admin_api_key=KEY) as served:
+        answer = await answered(served, RPC, {"method": "m"}, ReplicaCall, {"value": value})
+        assert (answer.status, answer.error["code"]) == (500, "method_failed")
+        assert "cannot be" in answer.error["message"]
+        answer = await answered(
+            served, RPC, {"method": "m"}, ReplicaCall, {"value": encode_value([1], "")}
+        )
+        assert answer.json == {"results": [1]}
+
+
+async def test_a_drain_waits_for_calls_in_flight_and_refuses_others() -> None:
+    async with serving(admin_api_key=KEY) as served:
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(served.post(RPC, {"method": "m"}, headers=HEADERS))
+            command = await served.leader.next(ReplicaCall)
+            served.front_end.begin_drain()
+            assert not served.front_end.idle.is_set()
+            refused = await served.post(RPC, {"method": "m"}, headers=HEADERS)
+            assert (refused.status, refused.error["code"]) == (503, "draining")
+            served.leader.send(CallEnded(command.call_id, encode_value(["done"], "")))
+            await served.front_end.idle.wait()
+        assert asking.result().json == {"results": ["done"]}
+
+
+async def test_the_end_of_a_drain_ends_calls_with_an_error() -> None:
+    async with serving(admin_api_key=KEY) as served:
+        async with asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(served.post(RPC, {"method": "m"}, headers=HEADERS))
+            await served.leader.next(ReplicaCall)
+            served.front_end.end_streams("the server is shutting down")
+        assert asking.result().status == 503
+        assert "shutting down" in asking.result().error["message"]
+
+
 async def test_a_replica_that_fails_meanwhile_ends_the_call() -> None:
     async with serving(states=("ready", "ready"), admin_api_key=KEY) as served:
         async with asyncio.TaskGroup() as tasks:
@@ -126,17 +186,19 @@ async def test_an_answer_that_nobody_waits_for_is_dropped() -> None:
     [
         ({}, "method"),
         ({"method": 3}, "method"),
+        ({"method": "m" * 257}, "method"),
         ({"method": "m", "timeout": 0}, "timeout"),
         ({"method": "m", "timeout": "x"}, "timeout"),
         ({"method": "m", "unique_reply_rank": -1}, "unique_reply_rank"),
         ({"method": "m", "unique_reply_rank": 1}, "unique_reply_rank"),
         ({"method": "m", "args": {}}, "args"),
         ({"method": "m", "kwargs": []}, "kwargs"),
+        ({"method": "m", "args": ["x" * MAX_RPC_BYTES]}, "args"),
     ],
 )
 async def test_bad_bodies_name_the_field(body: dict[str, Any], param: str) -> None:
     async with serving(admin_api_key=KEY) as served:
-        answer = await served.post(RPC, body, headers=HEADERS)
+        answer = await served.post(RPC, msgspec.json.encode(body), headers=HEADERS)
         assert (answer.status, answer.error["param"]) == (400, param)
 
 

@@ -19,7 +19,7 @@ from torch.distributed import destroy_process_group, init_process_group
 from aioengine.dist import ops
 from aioengine.dist.groups import GroupCoordinator
 from aioengine.dist.process_groups import NcclBackend
-from aioengine.dist.worlds import GroupBuilder, GroupOptions, connect_store, open_store
+from aioengine.dist.worlds import GroupBuilder, GroupOptions, ServedStore, connect_store
 from aioengine.errors import EngineError
 
 WORLD = range(8)
@@ -193,7 +193,7 @@ def main() -> None:
     rank = rank_of_this_process()
     logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(message)s")
     torch.set_num_threads(1)
-    stores = [open_store(HOST)] if rank == 0 else []
+    stores = [ServedStore(HOST)] if rank == 0 else []
     port = agree_on_port(lambda: stores[0].port)
     store = stores[0] if stores else connect_store(HOST, port, TIMEOUT_S)
     init_process_group("gloo", store=store, rank=rank, world_size=len(WORLD))

@@ -9,7 +9,7 @@ from torch.distributed import PrefixStore
 
 from aioengine.dist.groups import GroupCoordinator
 from aioengine.dist.symmetric_memory import MAX_BYTES, ONE_SHOT_BYTES
-from aioengine.dist.worlds import GroupOptions, connect_store, open_replica_groups, open_store
+from aioengine.dist.worlds import GroupOptions, ServedStore, connect_store, open_replica_groups
 from aioengine.layout import ParallelLayout
 
 NUM_RANKS = 2
@@ -69,7 +69,7 @@ def main() -> None:
     rank = rank_of_this_process()
     logging.basicConfig(level=logging.INFO, format=f"rank {rank}: %(message)s")
     torch.cuda.set_device(rank)
-    stores = [open_store(HOST)] if rank == 0 else []
+    stores = [ServedStore(HOST)] if rank == 0 else []
     port = agree_on_port(lambda: stores[0].port)
     store = stores[0] if stores else connect_store(HOST, port, TIMEOUT_S)
     for custom_all_reduce in (True, False):

@@ -7,7 +7,7 @@ from typing import Any
 
 from aioengine.activity import Activity
 from aioengine.messages import PREV, RemoteCall, Sampled, StepPlan, StepResult
-from aioengine.rpc import decode_arguments, encode_value, find_method
+from aioengine.rpc import run_method
 
 VOCAB_SIZE = 97
 LIMIT_S = 5.0
@@ -86,10 +86,7 @@ class FakeWorker:
 
     def _remote(self, call: RemoteCall) -> bytes:
         assert self.gate.wait(LIMIT_S), "the test left its gate closed"
-        method = find_method(call.method, registered_only=call.registered_only)
-        args, kwargs = decode_arguments(call.arguments)
-        value = method(self, *args, **kwargs)
-        return encode_value(value, "value") if call.wants_value_of(self.rank) else b""
+        return run_method(call, self, self.rank)
 
     def call(self, method: str, kwargs: dict[str, Any]) -> Any:
         self.calls.append(method)

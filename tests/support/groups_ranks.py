@@ -17,9 +17,9 @@ from aioengine.dist.tensor_dict import MAX_DICTS_IN_FLIGHT
 from aioengine.dist.worlds import (
     GroupOptions,
     Groups,
+    ServedStore,
     connect_store,
     open_replica_groups,
-    open_store,
     open_world_groups,
 )
 from aioengine.errors import EngineError
@@ -196,7 +196,7 @@ def check_feedback(group: GroupCoordinator) -> None:
 
 def serve_store() -> None:
     """Until the others say that their groups are open; then it is gone with this process."""
-    store = open_store(HOST)
+    store = ServedStore(HOST)
     agree_on_port(lambda: store.port, "replica", STORE_RANK)
     store.wait([f"open/{rank}" for rank in range(STORE_RANK)])
 

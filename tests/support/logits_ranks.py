@@ -93,7 +93,7 @@ def compute_logits(
     worker.call("allocate_kv", {"num_blocks": 1 + 16 * len(PROMPTS)})
 
     rows_seen: list[Tensor] = []
-    stage = worker._stage
+    stage = worker.stage
     compute = stage.compute_logits
 
     def recorded(hidden_RD: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from support.connections import connected
 from support.fake_worker import VOCAB_SIZE, FakeWorker
 from support.mailbox import Mailbox
 
@@ -14,8 +15,11 @@ from aioengine.control.channel import Link, MemoryLink
 from aioengine.control.deadline import Deadline
 from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread
+from aioengine.engine.executor import Executor
+from aioengine.engine.executor_backend import ExecutorBackend
 from aioengine.engine.leader import Leader
 from aioengine.engine.peer import Peer
+from aioengine.limits import max_frame_bytes
 from aioengine.messages import (
     AddRequest,
     ChoiceParams,
@@ -101,11 +105,18 @@ class FakeReplica:
     """`outcomes` holds the task of every rank's run()."""
 
     def __init__(
-        self, num_peers: int, output_rank: int, num_front_ends: int, config: EngineConfig
+        self,
+        output_rank: int,
+        num_front_ends: int,
+        config: EngineConfig,
+        links: list[tuple[Link, Link]],
+        executor: type[ExecutorBackend],
     ) -> None:
+        """`links` are both ends of the link to each peer, the leader's first."""
         loop = asyncio.get_running_loop()
-        ranks = range(num_peers + 1)
+        ranks = range(len(links) + 1)
         self.config = config
+        self.executor = executor
         self.workers = [FakeWorker(is_output=rank == output_rank, rank=rank) for rank in ranks]
         self.leader_links: dict[int, Link] = {}
         """The leader's end of its link to each peer."""
@@ -119,8 +130,8 @@ class FakeReplica:
         }
         self.watches = [watch_of(0, map(info, ranks[1:]), **limits)]
         self.watches += [watch_of(rank, [info(0)], **limits) for rank in ranks[1:]]
-        for rank in ranks[1:]:
-            self.leader_links[rank], self.peer_links[rank] = MemoryLink.pair(loop)
+        for rank, ends in enumerate(links, start=1):
+            self.leader_links[rank], self.peer_links[rank] = ends
         self._sources: dict[str, tuple[Link, RankInfo]] = {}
         for i in range(num_front_ends):
             near, far = MemoryLink.pair(loop)
@@ -139,6 +150,7 @@ class FakeReplica:
             self._sources,
             "127.0.0.1",
             startup,
+            self.executor,
         )
         self.outcomes.append(tasks.create_task(self.leader.run(), name="leader"))
         for rank, link in self.peer_links.items():
@@ -165,20 +177,42 @@ class FakeReplica:
         self.front_ends.clear()
 
 
+def frame_limit(config: EngineConfig) -> int:
+    """Of control connections, as a launch would have it."""
+    return max_frame_bytes(
+        max_model_len=MODEL.max_position,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_slots=config.num_slots,
+        block_size=config.block_size,
+    )
+
+
 @asynccontextmanager
 async def running_replica(
     num_peers: int = 0,
     *,
     output_rank: int = 0,
     num_front_ends: int = 1,
+    over_tcp: bool = False,
+    executor: type[ExecutorBackend] = Executor,
     set_up: Callable[[FakeReplica], None] = lambda replica: None,
     **settings: Any,
 ) -> AsyncIterator[FakeReplica]:
-    """A replica that loads when the context is entered and is shut down when it is left."""
+    """A replica that loads when the context is entered and is shut down when it is left.
+
+    Its ranks talk through memory, or `over_tcp`, in frames.
+    """
     settings = {"kill_frozen": False, "heartbeat_seconds": 60.0, **settings}
-    replica = FakeReplica(num_peers, output_rank, num_front_ends, EngineConfig(**settings))
-    set_up(replica)
+    config = EngineConfig(**settings)
     async with AsyncExitStack() as stack:
+        links: list[tuple[Link, Link]] = []
+        for _ in range(num_peers):
+            if over_tcp:
+                links.append(await stack.enter_async_context(connected(frame_limit(config))))
+            else:
+                links.append(MemoryLink.pair(asyncio.get_running_loop()))
+        replica = FakeReplica(output_rank, num_front_ends, config, links, executor)
+        set_up(replica)
         devices = [await stack.enter_async_context(device_thread()) for _ in replica.workers]
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         replica.start(tasks, devices)

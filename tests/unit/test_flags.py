@@ -190,7 +190,6 @@ def test_there_are_worked_examples() -> None:
         ["--external-data-parallel-size", "auto"],
         ["--enable-expert-parallel"],
         ["--quantization", "fp8"],
-        ["--distributed-executor-backend", "module:Class"],
     ],
     ids=" ".join,
 )

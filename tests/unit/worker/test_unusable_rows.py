@@ -42,7 +42,7 @@ def worker() -> Worker:
     for method in ("open_device", "load_model"):
         worker.call(method, {})
     worker.call("allocate_kv", {"num_blocks": 30})
-    stage = worker._stage
+    stage = worker.stage
     assert stage.lm_head is not None
     assert stage.model.embed_tokens is not None
     poisoned = stage.lm_head.weight.clone()
