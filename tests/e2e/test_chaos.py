@@ -7,11 +7,12 @@ CI runs one fault of each kind on four ranks; `-m chaos` all of them on tp2·pp2
 import statistics
 
 import pytest
-from support.chaos_case import Case, run_case
+from support.chaos_case import Case, call_method, faulty_launch, run_case
 from support.chaos_faults import MEDIAN_CLOSED_S, Fault, Role
 from support.chaos_table import NUM_STREAMS, matrix
 from support.known_requests import MAX_TOKENS, known_requests
 from support.launching import STORIES
+from support.sightings import patient_session
 
 from aioengine.layout import ParallelLayout
 
@@ -41,6 +42,16 @@ async def check_case(fault: Fault, role: Role, layout: ParallelLayout) -> Case:
 )
 async def test_four_ranks(fault: Fault, role: Role, layout: ParallelLayout) -> None:
     await check_case(fault, role, layout)
+
+
+async def test_collectives_of_two_methods_are_not_mixed_up() -> None:
+    """Rank 0 waits for rank 1 in one method when rank 1 comes to that of the next method."""
+    with faulty_launch(ParallelLayout(tp_size=2)) as launch:
+        async with patient_session(launch.wait_ready()) as session:
+            assert await call_method(session, "sum_in_group", 3.0) == "200 [6.0, 6.0]"
+            raised = await call_method(session, "raise_instead_of_collective", 1)
+            assert raised.startswith("500 rank 1 (")
+            assert "have diverged" in await call_method(session, "sum_in_group", 3.0)
 
 
 @pytest.mark.chaos

@@ -211,15 +211,22 @@ async def _break(
 
 async def _call(session: aiohttp.ClientSession, fault: Fault, victim: int) -> str:
     """What the caller of the breaking method gets."""
+    assert fault.method is not None
     args = [victim, 3] if fault is Fault.EXIT else [victim]
-    body = {"method": fault.method, "args": args, "timeout": 30.0}
-    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     try:
-        async with session.post("/collective_rpc", json=body, headers=headers) as response:
-            answer: dict[str, Any] = await response.json()
-            return f"{response.status} {answer['error']['message'] if 'error' in answer else 'ok'}"
+        return await call_method(session, fault.method, *args)
     except aiohttp.ClientError as error:
         return f"reset ({type(error).__name__})"
+
+
+async def call_method(session: aiohttp.ClientSession, method: str, *args: float) -> str:
+    """Status and error message, or the values."""
+    body = {"method": method, "args": args, "timeout": 30.0}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    async with session.post("/collective_rpc", json=body, headers=headers) as response:
+        answer: dict[str, Any] = await response.json()
+        said = answer["error"]["message"] if "error" in answer else answer["results"]
+        return f"{response.status} {said}"
 
 
 def _read_log(case: Case, log: str) -> None:

@@ -51,12 +51,17 @@ def raise_here(worker: Worker, rank: int) -> str:
 
 
 @rpc_method
-def raise_instead_of_collective(worker: Worker, rank: int) -> str:
+def sum_in_group(worker: Worker, value: float) -> float:
+    """Of the ranks of one tp group."""
+    assert worker._groups is not None
+    return worker._groups.tp.all_reduce(torch.full((8,), value))[0].item()
+
+
+@rpc_method
+def raise_instead_of_collective(worker: Worker, rank: int) -> float:
     """The other ranks of its tp group wait in a collective for the one that raises."""
     raise_here(worker, rank)
-    assert worker._groups is not None
-    worker._groups.tp.all_reduce(torch.ones(8))
-    return "fine"
+    return sum_in_group(worker, 1.0)
 
 
 @rpc_method
