@@ -18,7 +18,13 @@ from typing import Final
 from aioengine.activity import IDLE
 from aioengine.control.loss import explain_loss
 from aioengine.control.stall import Sign, find_stall
-from aioengine.errors import EngineError, RankLostError, ReplicaFailedError, StepTimeoutError
+from aioengine.errors import (
+    EngineError,
+    RankLostError,
+    ReplicaFailedError,
+    StepTimeoutError,
+    WorkerError,
+)
 from aioengine.messages import Heartbeat, JobFailed, RankInfo
 
 log = logging.getLogger(__name__)
@@ -33,16 +39,13 @@ MAX_UNANSWERED_BEATS: Final = BEATS_PER_LIMIT - 1
 class Failure:
     """`rank` is None when the cause was told by another rank, or no single rank is to blame."""
 
-    cause: str
+    error: EngineError
+    """What calls get that are in flight; later ones get ReplicaFailedError with its text."""
     rank: int | None = None
-    is_late_step: bool = False
 
-    def in_flight_error(self, me: int) -> EngineError:
-        """What calls get that were in flight on rank `me`; later ones get ReplicaFailedError."""
-        if self.is_late_step:
-            return StepTimeoutError(self.cause)
-        is_others = self.rank is not None and self.rank != me
-        return RankLostError(self.cause) if is_others else ReplicaFailedError(self.cause)
+    @property
+    def cause(self) -> str:
+        return str(self.error)
 
 
 def kill_if_here(info: RankInfo, host: str) -> None:
@@ -155,21 +158,29 @@ class Watch:
         """Told of at once, or a moment later when the kernel knows more."""
         if rank not in self._departed:
             info = self.others[rank]
-            explain_loss(info, reason, lambda what: self.fail(f"{info}: {what}", rank))
+            explain_loss(info, reason, lambda what: self._lose(rank, f"{info}: {what}"))
 
     def job_failed(self, rank: int, failed: JobFailed, patience: float = 1.0) -> None:
         """A job raised on `rank` (this rank or another). Blamed after `patience` graces."""
         info = self.me if rank == self.me.rank else self.others[rank]
         log.error("%s: job %d raised\n%s", info, failed.seq, failed.traceback)
         if self._blame_timer is None:
-            cause = f"{info}: job {failed.seq}: {failed.type_name}: {failed.message}"
+            where = f"{info}: job {failed.seq}"
+            error = WorkerError(where, failed.type_name, failed.message, failed.traceback)
             delay = patience * BLAME_GRACE_S if self.others else 0.0
             loop = asyncio.get_running_loop()
-            self._blame_timer = loop.call_later(delay, self.fail, cause, rank)
+            self._blame_timer = loop.call_later(delay, self._fail_with, error, rank)
 
-    def fail(self, cause: str, rank: int | None = None, *, is_late_step: bool = False) -> None:
+    def fail(self, cause: str, rank: int | None = None) -> None:
+        """For what is no loss of a rank, no job that raised, and no late step."""
+        self._fail_with(ReplicaFailedError(cause), rank)
+
+    def _lose(self, rank: int, cause: str) -> None:
+        self._fail_with(RankLostError(cause), rank)
+
+    def _fail_with(self, error: EngineError, rank: int | None) -> None:
         if not self.failed.done():
-            self.failed.set_result(Failure(cause, rank, is_late_step))
+            self.failed.set_result(Failure(error, rank))
 
     # --- steps
 
@@ -190,7 +201,7 @@ class Watch:
         if stall.suspects:
             cause = f"{', '.join(map(str, stall.suspects))}: {cause}"
         rank = stall.suspects[0].rank if len(stall.suspects) == 1 else None
-        self.fail(cause, rank, is_late_step=True)
+        self._fail_with(StepTimeoutError(cause), rank)
         for info in stall.silent:
             if info is not self.me:
                 self.kill(info.rank)
@@ -230,7 +241,7 @@ class Watch:
         sign = self.signs()[info]
         seen = sign.beat.last_words if sign is not None else ""
         limit = f"--heartbeat-seconds {self._limit_s:g}"
-        self.fail(f"{info}: silent for more than {limit}{seen}", rank)
+        self._lose(rank, f"{info}: silent for more than {limit}{seen}")
         self.kill(rank)
 
     def _note(self, info: RankInfo, beat: Heartbeat) -> None:
@@ -240,8 +251,8 @@ class Watch:
             self._in_call_at = now
         if beat.num_unanswered >= MAX_UNANSWERED_BEATS:
             limit = f"--heartbeat-seconds {self._limit_s:g}"
-            self.fail(
+            self._lose(
+                info.rank,
                 f"{info}: its device thread has nothing to do and has not answered for {limit}; "
                 f"it is in {beat.where}, job {beat.last_seq} done; its log has the stacks",
-                info.rank,
             )

@@ -146,6 +146,6 @@ class EngineHost:
         if self._on_failure is None or self._is_leaving or not self._is_ready.is_set():
             return
         try:
-            self._on_failure(failed.result().in_flight_error(self._place.rank))
+            self._on_failure(failed.result().error)
         except Exception:
             log.exception("on_failure raised")

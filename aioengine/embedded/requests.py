@@ -154,6 +154,6 @@ class Requests:
         except RequestFailedError as failed:
             error = failed
             if self._watch.failed.done():
-                error = self._watch.failed.result().in_flight_error(self._watch.me.rank)
+                error = self._watch.failed.result().error
         finally:
             sink.end(error)

@@ -73,7 +73,7 @@ class RemoteCalls:
 
     def fail(self, failure: Failure) -> None:
         """The replica has failed: no more replies will come."""
-        self._close(failure.in_flight_error(self._first))
+        self._close(failure.error)
 
     def end(self, cause: str) -> None:
         """The replica ends in order: no more replies will come."""

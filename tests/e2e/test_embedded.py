@@ -64,7 +64,7 @@ def test_a_lost_rank_is_an_exception_and_the_program_goes_on() -> None:
     lines = said(run(PROGRAM, "loss", fails=True), 0)
     in_flight, *later, end = lines
     assert in_flight.startswith("in flight: rank 1 (dp0 pp0 tp1) host")
-    assert len(later) == 2
+    assert len(later) == 3
     assert all(line.startswith("later: rank 1 (dp0 pp0 tp1) host") for line in later)
     assert end == "on_failure: ['RankLostError']; the program goes on"
 

@@ -11,7 +11,7 @@ from support.peers import CONFIG, LOAD, PLAN, running_peer
 from support.replicas import info, watch_of
 
 from aioengine.control import watch
-from aioengine.control.watch import Failure
+from aioengine.errors import ReplicaFailedError, WorkerError
 from aioengine.messages import (
     CallReply,
     DeviceCall,
@@ -93,7 +93,9 @@ async def test_the_leaders_word_about_the_cause_counts() -> None:
     async with running_peer() as leader:
         leader.send(ReplicaFailed("rank 2: gone"))
         leader.link.close()
-        assert await leader.failure() == Failure("rank 2: gone", None)
+        failure = await leader.failure()
+        assert (failure.cause, failure.rank) == ("rank 2: gone", None)
+        assert isinstance(failure.error, ReplicaFailedError)
 
 
 async def test_the_leader_says_when_the_failure_is_this_ranks_own() -> None:
@@ -126,7 +128,9 @@ async def test_its_own_view_counts_when_the_leader_stays_silent(
         leader.worker.on_call = lambda method: 1 / 0  # type: ignore[assignment,return-value]
         leader.order(LOAD)
         failure = await leader.failure()
-        assert failure == Failure(f"{info(1)}: job 1: ZeroDivisionError: division by zero", 1)
+        assert failure.cause == f"{info(1)}: job 1: ZeroDivisionError: division by zero"
+        assert failure.rank == 1
+        assert isinstance(failure.error, WorkerError)
 
 
 async def test_heartbeats_begin_with_the_leaders_first() -> None:

@@ -23,10 +23,10 @@ from aioengine.activity import Activity
 from aioengine.control import watch as watch_module
 from aioengine.control.loss import explain_loss
 from aioengine.control.stall import Sign, find_stall
-from aioengine.control.watch import BEATS_PER_LIMIT, Failure, Watch
+from aioengine.control.watch import BEATS_PER_LIMIT, Watch
 from aioengine.engine.device import DeviceThread
 from aioengine.engine.pulse import Pulse
-from aioengine.errors import RpcTimeoutError, StepTimeoutError
+from aioengine.errors import RankLostError, RpcTimeoutError, StepTimeoutError
 from aioengine.messages import Heartbeat, RankInfo, ReplicaFailed, ReplicaReady
 
 # --- device threads that are stuck ---------------------------------------------------------------
@@ -303,7 +303,7 @@ async def test_silent_ranks_of_this_host_are_killed_with_the_step(
     assert killed == [(info(1).pid, signal.SIGKILL)]
     failure = watching.failed.result()
     assert failure.rank == 1
-    assert isinstance(failure.in_flight_error(0), StepTimeoutError)
+    assert isinstance(failure.error, StepTimeoutError)
 
 
 # --- connections that close ----------------------------------------------------------------------
@@ -353,4 +353,6 @@ async def test_a_lost_rank_is_named_with_its_signal() -> None:
         child.kill()
         watching.connection_closed(1, "connection closed")
         cause = f"{who}: connection closed (its process was killed by signal 9, SIGKILL)"
-        assert await watching.failed == Failure(cause, 1)
+        failure = await watching.failed
+        assert (failure.cause, failure.rank) == (cause, 1)
+        assert isinstance(failure.error, RankLostError)

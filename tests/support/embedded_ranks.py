@@ -100,27 +100,32 @@ async def loss() -> None:
     """Rank 1 dies while the engine generates; the leader's program goes on."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, on account of rank 1
     failures: list[EngineError] = []
-    async with (
-        AsyncEngine(config(tensor_parallel_size=2), on_failure=failures.append) as engine,
-        engine.active(),
-    ):
-        if RANK == 1:
-            await asyncio.sleep(0.5)
-            os._exit(3)
-        try:
-            while True:
-                await engine.generate(ROWS[0]["prompt_ids"], ENDLESS).collect()
-        except RankLostError as error:
-            say(f"in flight: {error}")
-        for later in (
-            engine.generate(ROWS[0]["prompt_ids"], ENDLESS).collect,
-            lambda: engine.collective_rpc("rank_info"),
-        ):
-            try:
-                await later()
-            except ReplicaFailedError as error:
-                say(f"later: {error}")
+    engine = AsyncEngine(config(tensor_parallel_size=2), on_failure=failures.append)
+    try:
+        async with engine, engine.active():
+            if RANK == 1:
+                await asyncio.sleep(0.5)
+                os._exit(3)
+            await use_until_lost(engine)
+    except ReplicaFailedError as error:  # from leaving active()
+        say(f"later: {error}")
     say(f"on_failure: {[type(error).__name__ for error in failures]}; the program goes on")
+
+
+async def use_until_lost(engine: AsyncEngine) -> None:
+    try:
+        while True:
+            await engine.generate(ROWS[0]["prompt_ids"], ENDLESS).collect()
+    except RankLostError as error:
+        say(f"in flight: {error}")
+    for later in (
+        engine.generate(ROWS[0]["prompt_ids"], ENDLESS).collect,
+        lambda: engine.collective_rpc("rank_info"),
+    ):
+        try:
+            await later()
+        except ReplicaFailedError as error:
+            say(f"later: {error}")
 
 
 async def leaves_by_an_error(culprit: int) -> None:

@@ -1,7 +1,6 @@
 """One replica in one loop: a Leader, its Peers over memory links, and front ends."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -73,15 +72,13 @@ def request(
 
 @asynccontextmanager
 async def device_thread() -> AsyncIterator[DeviceThread]:
-    """Left once its tasks are done. The thread then sleeps until the process ends."""
-    loop = asyncio.get_running_loop()
-    device = DeviceThread(loop)
+    """Left once its tasks are done."""
+    device = DeviceThread(asyncio.get_running_loop())
     try:
         yield device
     finally:
         await device.run(lambda: None)
-        loop.remove_reader(device._wake_fd)
-        os.close(device._wake_fd)
+        device.close()
 
 
 class FrontEndBox(Mailbox):
