@@ -117,6 +117,8 @@ class SharedMemoryBackend:
             self._context[field] = value
         self._address = self._context.ctypes.data
         self._kernel: Callable[..., int] = kernels.run
+        self._end = ""
+        """Why nothing goes through any more; set with `_refuse` as the kernel."""
         self._codes = {dtype: code << 8 for code, dtype in enumerate(_DTYPES)}
         self._sums = {
             dtype: (kernels.ALL_REDUCE | self._codes[dtype], dtype.itemsize) for dtype in _SUMMABLE
@@ -175,7 +177,7 @@ class SharedMemoryBackend:
         if self._segment.closed:
             return
         self._kernels.run(self._address, self._kernels.CLOSE, 0, 0, 0, 0)
-        self._kernel = self._refuse
+        self._kernel, self._end = self._refuse, "is closed"
         self._segment.close()
         _close_all(self._pidfds)
 
@@ -184,12 +186,12 @@ class SharedMemoryBackend:
             self._address, operation, x.data_ptr(), result.data_ptr(), num_bytes, row
         )
         if status:
-            self._kernel = self._refuse
-            raise self._error(status)
+            error = self._error(status)
+            self._kernel, self._end = self._refuse, f"failed before: {error}"
+            raise error
 
     def _refuse(self, *arguments: int) -> int:
-        state = "is closed" if self._segment.closed else "failed before"
-        raise EngineError(f"shared memory of group {self._group!r} {state}")
+        raise EngineError(f"shared memory of group {self._group!r} {self._end}")
 
     def _error(self, status: int) -> EngineError:
         """What a status other than DONE means; `status` may have a rank that is to blame."""

@@ -40,7 +40,7 @@ class DeviceWorker(Protocol):
     def call(self, method: str, kwargs: dict[str, Any]) -> Any:
         """Run a registered method."""
 
-    def remote(self, call: RemoteCall) -> bytes:
+    def remote(self, seq: int, call: RemoteCall) -> bytes:
         """Run the method of a `collective_rpc`; msgpack of its value, empty when not wanted."""
 
 

@@ -155,7 +155,9 @@ class Executor:
         self._remote.check_open()
         seq = self._send(call)
         self._remote.begin(seq, call)
-        self._device.submit(lambda: self._worker.remote(call), partial(self._on_own_remote, seq))
+        self._device.submit(
+            lambda: self._worker.remote(seq, call), partial(self._on_own_remote, seq)
+        )
         return await self._remote.result(seq, timeout_s)
 
     def look(self) -> Heartbeat:

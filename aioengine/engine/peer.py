@@ -152,7 +152,9 @@ class Peer:
                     lambda: self._worker.call(method, kwargs), partial(self._on_call, seq)
                 )
             case RemoteCall():
-                self._device.submit(lambda: self._worker.remote(job), partial(self._on_remote, seq))
+                self._device.submit(
+                    lambda: self._worker.remote(seq, job), partial(self._on_remote, seq)
+                )
             case _:
                 assert_never(job)
 

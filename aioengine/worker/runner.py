@@ -141,12 +141,14 @@ class Worker:
             return self._step(seq, plan)
 
     @torch.inference_mode()
-    def remote(self, call: RemoteCall) -> bytes:
+    def remote(self, seq: int, call: RemoteCall) -> bytes:
         """Run a method of `collective_rpc`, which gets this worker and the call's arguments.
 
         Returns and raises what `run_method` does.
         """
         with self.activity.within(f"collective_rpc {call.method}"):
+            if self._groups is not None:  # a method's collectives are this job's
+                self._groups.tp.enter_job(seq)
             return run_method(call, self, self.rank - self._layout.leader_of(self.rank))
 
     # --- start-up and end

@@ -98,6 +98,14 @@ async def test_the_leaders_word_about_the_cause_counts() -> None:
         assert isinstance(failure.error, ReplicaFailedError)
 
 
+async def test_the_leader_says_when_the_failure_is_this_ranks_own() -> None:
+    """So that its exit status does, too."""
+    async with running_peer() as leader:
+        leader.send(ReplicaFailed("rank 1: its job raised", 1))
+        failure = await leader.failure()
+        assert (failure.cause, failure.rank) == ("rank 1: its job raised", 1)
+
+
 async def test_an_exception_is_reported_and_the_leader_decides() -> None:
     async with running_peer() as leader:
         leader.worker.on_execute = lambda plan: 1 / 0  # type: ignore[assignment,return-value]

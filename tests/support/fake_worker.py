@@ -80,7 +80,7 @@ class FakeWorker:
                 sampled.append(Sampled(step.slot, step.epoch, (drawn,)))
         return StepResult(seq, tuple(sampled)) if self.is_output else None
 
-    def remote(self, call: RemoteCall) -> bytes:
+    def remote(self, seq: int, call: RemoteCall) -> bytes:
         with self.activity.within(f"collective_rpc {call.method}"):
             return self._remote(call)
 

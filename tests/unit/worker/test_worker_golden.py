@@ -90,10 +90,10 @@ def test_unknown_calls_are_refused(worker: Worker) -> None:
 
 def test_remote_calls_run_with_the_worker(worker: Worker) -> None:
     call = RemoteCall("rank_info", encode_arguments((), {}))
-    info = decode_value(worker.remote(call))
+    info = decode_value(worker.remote(9, call))
     assert (info["rank"], info["coords"]) == (0, "dp0 pp0 tp0")
     assert (info["device"], info["dtype"], info["pid"]) == ("cpu", "float32", os.getpid())
-    assert worker.remote(RemoteCall("rank_info", call.arguments, reply_rank=1)) == b""
+    assert worker.remote(9, RemoteCall("rank_info", call.arguments, reply_rank=1)) == b""
     with pytest.raises(ValueError, match="only registered methods may be called here"):
-        worker.remote(RemoteCall("os:getpid", call.arguments, registered_only=True))
+        worker.remote(9, RemoteCall("os:getpid", call.arguments, registered_only=True))
     assert worker.activity.job == IDLE
