@@ -69,7 +69,7 @@ class SharedMemoryBackend:
     - DivergenceError when another rank is in a different operation, or in one of another job;
     - RankLostError within a second of the death of another rank, or when it closed its end;
     - StepTimeoutError when ranks have not arrived `timeout_s` after this one.
-    After any of these the group is of no use: later operations raise EngineError.
+    After any of these the group is of no use: later operations raise the same kind.
     """
 
     name = "shm"
@@ -117,7 +117,7 @@ class SharedMemoryBackend:
             self._context[field] = value
         self._address = self._context.ctypes.data
         self._kernel: Callable[..., int] = kernels.run
-        self._end = ""
+        self._end: tuple[type[EngineError], str] = (EngineError, "")
         """Why nothing goes through any more; set with `_refuse` as the kernel."""
         self._codes = {dtype: code << 8 for code, dtype in enumerate(_DTYPES)}
         self._sums = {
@@ -177,7 +177,7 @@ class SharedMemoryBackend:
         if self._segment.closed:
             return
         self._kernels.run(self._address, self._kernels.CLOSE, 0, 0, 0, 0)
-        self._kernel, self._end = self._refuse, "is closed"
+        self._kernel, self._end = self._refuse, (EngineError, "is closed")
         self._segment.close()
         _close_all(self._pidfds)
 
@@ -187,11 +187,12 @@ class SharedMemoryBackend:
         )
         if status:
             error = self._error(status)
-            self._kernel, self._end = self._refuse, f"failed before: {error}"
+            self._kernel, self._end = self._refuse, (type(error), f"failed before: {error}")
             raise error
 
     def _refuse(self, *arguments: int) -> int:
-        raise EngineError(f"shared memory of group {self._group!r} {self._end}")
+        kind, how = self._end
+        raise kind(f"shared memory of group {self._group!r} {how}")
 
     def _error(self, status: int) -> EngineError:
         """What a status other than DONE means; `status` may have a rank that is to blame."""

@@ -16,7 +16,7 @@ from aioengine.control.watch import Failure, Watch
 from aioengine.engine.device import DeviceThread, DeviceWorker, JobError
 from aioengine.engine.pulse import Pulse
 from aioengine.engine.remote_calls import RemoteCalls
-from aioengine.errors import ReplicaFailedError
+from aioengine.errors import DivergenceError, ReplicaFailedError
 from aioengine.messages import (
     CallReply,
     DeviceCall,
@@ -95,6 +95,8 @@ class Executor:
         self._plans: deque[tuple[int, StepPlan, float]] = deque()
         self._calls: dict[int, _PendingCall] = {}
         self._remote = RemoteCalls([watch.me, *watch.others.values()])
+        self._raised: tuple[int, RemoteFailed] | None = None
+        """The first method that raised since the last step that went well, and on which rank."""
         self._waiting_for: set[int] = set(peers)
         self._all_departed = asyncio.Event()
         self.last_seq = 0
@@ -237,7 +239,7 @@ class Executor:
     def _on_own_remote(self, seq: int, value: bytes, error: JobError | None) -> None:
         self.last_seq = self._last_own_seq = seq
         if error is not None:
-            self._remote.on_failed(self._rank, error.as_remote_failure(seq))
+            self._on_remote_failed(self._rank, error.as_remote_failure(seq))
         else:
             self._remote.on_reply(self._rank, RemoteReply(seq, value))
 
@@ -251,7 +253,7 @@ class Executor:
             case RemoteReply():
                 self._remote.on_reply(rank, event)
             case RemoteFailed():
-                self._remote.on_failed(rank, event)
+                self._on_remote_failed(rank, event)
             case JobFailed():
                 self._on_failed(rank, event)
             case Heartbeat():
@@ -275,7 +277,13 @@ class Executor:
         seq, plan, _ = self._plans.popleft()
         assert seq == result.seq, f"result of job {result.seq}, expected {seq}"
         self.last_seq = seq
+        self._raised = None
         self._on_step(StepDone(plan, result))
+
+    def _on_remote_failed(self, rank: int, failed: RemoteFailed) -> None:
+        self._remote.on_failed(rank, failed)
+        if self._raised is None and failed.type_name != DivergenceError.__name__:
+            self._raised = (rank, failed)
 
     def _on_reply(self, rank: int, reply: CallReply) -> None:
         pending = self._calls.get(reply.seq)
@@ -300,5 +308,9 @@ class Executor:
             _, plan, _ = self._plans.popleft()
             self.last_seq = failed.seq
             self._on_step(StepFailed(plan, failed))
-        else:
-            self._watch.job_failed(rank, failed)
+            return
+        if self._raised is not None and failed.type_name == DivergenceError.__name__:
+            # Others sat in a collective of the method that raised: this job is not to blame.
+            rank, first = self._raised
+            failed = JobFailed(first.seq, first.type_name, first.message, first.traceback)
+        self._watch.job_failed(rank, failed)

@@ -129,9 +129,7 @@ def promise(fault: Fault, victim: int, layout: ParallelLayout) -> Promise:
         case Fault.DROP:
             blamed = everybody  # both ends of a cut connection blame the other
         case Fault.METHOD_COLLECTIVE:
-            # The ranks have diverged; whoever is told first is blamed, in words that name both.
-            blamed = frozenset(layout.group("tp", victim))
-            statuses |= dict.fromkeys(blamed, frozenset({70, 71}))
+            statuses[victim] = frozenset({70})
     failed_clients = RESET if victim == 0 and fault.ends_process else FAILED
     keeps_front_end = 0 in failing and not takes_front_end
     return Promise(
