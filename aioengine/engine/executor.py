@@ -96,7 +96,7 @@ class Executor:
         self._calls: dict[int, _PendingCall] = {}
         self._remote = RemoteCalls([watch.me, *watch.others.values()])
         self._raised: tuple[int, RemoteFailed] | None = None
-        """The first method that raised since the last step that went well, and on which rank."""
+        """The first method that raised, and on which rank, unless a step behind it went well."""
         self._waiting_for: set[int] = set(peers)
         self._all_departed = asyncio.Event()
         self.last_seq = 0
@@ -277,7 +277,8 @@ class Executor:
         seq, plan, _ = self._plans.popleft()
         assert seq == result.seq, f"result of job {result.seq}, expected {seq}"
         self.last_seq = seq
-        self._raised = None
+        if self._raised is not None and self._raised[1].seq < seq:
+            self._raised = None
         self._on_step(StepDone(plan, result))
 
     def _on_remote_failed(self, rank: int, failed: RemoteFailed) -> None:
