@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "core": "root",
     "checkpoint": "root gguf numpy msgspec",
     "dist": "root torch numpy msgspec numba llvmlite",
-    "layers": "root dist torch",
+    "layers": "root dist torch numpy numba llvmlite",
     "models": "root dist layers torch",
     "weights": "root checkpoint layers torch numpy safetensors gguf tqdm",
     "worker": "root core.stages checkpoint dist layers models weights msgspec torch numpy tqdm",

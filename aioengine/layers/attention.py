@@ -4,6 +4,8 @@ Shapes: T tokens · R rows · N query heads · K kv heads · G = N / K query hea
 H head_dim · L cached tokens · Q tokens of one prefill row.
 """
 
+import importlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -13,6 +15,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from aioengine.layers.forward_batch import Attention, LayerCache, PagedInputs
+from aioengine.layers.prefill import attend_prefill, causal_mask
+
+log = logging.getLogger(__name__)
 
 MAX_GATHERED_TOKENS: Final = 2**16
 """Of decode rows at one time, padding included: bounds the copy of keys and values, which else is
@@ -59,7 +64,12 @@ class GatherAttention:
         for group in self._decodes:
             out_TNH[group.rows] = _attend_decodes(group, k_SKH, v_SKH, q_TNH[group.rows])
         for row in self._prefills:
-            out_TNH[row.tokens] = _attend_prefill(row, k_SKH, v_SKH, q_TNH[row.tokens])
+            out_TNH[row.tokens] = attend_prefill(
+                q_TNH[row.tokens],
+                k_SKH.index_select(0, row.cached_L),
+                v_SKH.index_select(0, row.cached_L),
+                row.mask_QL,
+            )
         return out_TNH
 
 
@@ -76,21 +86,6 @@ def _attend_decodes(group: _Decodes, k_SKH: Tensor, v_SKH: Tensor, q_RNH: Tensor
         attn_mask=group.mask_R11L,
     )
     return out_RKGH.flatten(1, 2)
-
-
-def _attend_prefill(row: _Prefill, k_SKH: Tensor, v_SKH: Tensor, q_QNH: Tensor) -> Tensor:
-    """G stands where SDPA has the batch, so that K and V are expanded without a copy."""
-    num_kv_heads, head_dim = k_SKH.shape[1:]
-    q_GKQH = q_QNH.view(len(q_QNH), num_kv_heads, -1, head_dim).permute(2, 1, 0, 3)
-    expanded = (len(q_GKQH), -1, -1, -1)
-    out_GKQH = scaled_dot_product_attention(
-        q_GKQH,
-        k_SKH.index_select(0, row.cached_L).transpose(0, 1).expand(expanded),
-        v_SKH.index_select(0, row.cached_L).transpose(0, 1).expand(expanded),
-        attn_mask=row.mask_QL,
-        is_causal=row.mask_QL is None,
-    )
-    return out_GKQH.permute(2, 1, 0, 3).flatten(1, 2)
 
 
 def _decode_groups(inputs: PagedInputs) -> Iterator[slice]:
@@ -122,10 +117,7 @@ def _prefill_tables(inputs: PagedInputs) -> list[_Prefill]:
         num_tokens, length = inputs.query_lens[row], inputs.context_lens[row]
         tokens = slice(first, first + num_tokens)
         first += num_tokens
-        mask_QL = None
-        if length > num_tokens:
-            mask_QL = torch.ones(num_tokens, length, dtype=torch.bool, device=device)
-            mask_QL = mask_QL.tril(length - num_tokens)
+        mask_QL = causal_mask(num_tokens, length, device)
         cached_L = _cache_slots(inputs, slice(row, row + 1))[0, :length]
         prefills.append(_Prefill(tokens, cached_L, mask_QL))
     return prefills
@@ -137,8 +129,47 @@ def _cache_slots(inputs: PagedInputs, rows: slice) -> Tensor:
     return (inputs.block_table_RB[rows, :, None] * inputs.block_size + offsets).flatten(1)
 
 
-ATTENTION_BACKENDS: Final[dict[str, Callable[[PagedInputs], Attention]]] = {
-    "cpu": GatherAttention,
-    "cuda": GatherAttention,
-}
-"""By torch device type."""
+Shape = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBackend:
+    """How one kind of device attends: the seam."""
+
+    begin: Callable[[PagedInputs], Attention]
+    """For one step."""
+    cache_shapes: Callable[[int, int, int, int], tuple[Shape, Shape]]
+    """Of a layer's keys and values, from the numbers of blocks, slots of a block, kv heads and
+    head_dim. `begin` reads and writes these."""
+
+
+GATHER: Final = AttentionBackend(
+    GatherAttention,
+    lambda blocks, slots, heads, dim: ((blocks, slots, heads, dim), (blocks, slots, heads, dim)),
+)
+
+
+def attention_backend(device_type: str, block_size: int) -> AttentionBackend:
+    """`device_type` as torch names it. On CPU compiled kernels, where numba works and blocks are of
+    16, 32, … slots."""
+    if device_type != "cpu":
+        return GATHER
+    try:
+        module = importlib.import_module("aioengine.layers.cpu_attention")
+    except ImportError as error:
+        log.warning("attention without compiled kernels: %s", error)
+        return GATHER
+    if block_size % module.kernels.VECTOR:
+        log.warning(
+            "attention without compiled kernels: --block-size %d is no multiple of %d",
+            block_size,
+            module.kernels.VECTOR,
+        )
+        return GATHER
+    return AttentionBackend(
+        module.CpuAttention,
+        lambda blocks, slots, heads, dim: (
+            (blocks, heads, dim, slots),
+            (blocks, heads, slots, dim),
+        ),
+    )

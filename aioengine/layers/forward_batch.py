@@ -15,7 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Keys and values of one layer: [num_blocks, block_size, K, H]. Block 0 is the null block."""
+    """Keys and values of one layer, in the order of axes that the device's attention likes. The
+    first is that of blocks; block 0 is the null block."""
 
     k: Tensor
     v: Tensor

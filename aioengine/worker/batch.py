@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aioengine.layers.attention import ATTENTION_BACKENDS
-from aioengine.layers.forward_batch import ForwardBatch, LayerCache, PagedInputs
+from aioengine.layers.forward_batch import Attention, ForwardBatch, LayerCache, PagedInputs
 from aioengine.messages import PREV, SlotStep, StepPlan
 from aioengine.worker.prompt_logprobs import PromptChunk, PromptWatch
 from aioengine.worker.sampler import ROW_PARAMS, SamplingBatch, row_params
@@ -50,7 +49,8 @@ class StepInputs:
 class BatchBuilder:
     """Applies plans in order; owns the slot tables and the staged input tensors.
 
-    `max_model_len` bounds the positions of a request, `num_slots` the slots.
+    `max_model_len` bounds the positions of a request, `num_slots` the slots; `attention` makes a
+    step's attention over `kv_caches`.
     """
 
     def __init__(
@@ -63,11 +63,12 @@ class BatchBuilder:
         max_model_len: int,
         block_size: int,
         device: torch.device,
+        attention: Callable[[PagedInputs], Attention],
     ) -> None:
         self._role = role
         self._kv_caches = kv_caches
         self._block_size = block_size
-        self._attention = ATTENTION_BACKENDS[device.type]
+        self._attention = attention
         max_blocks = -(-max_model_len // block_size)
         self._epochs = np.full(num_slots, -1, np.int64)
         self._num_blocks = np.zeros(num_slots, np.int64)

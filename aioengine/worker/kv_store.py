@@ -2,13 +2,17 @@
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 
+from aioengine.layers.attention import AttentionBackend
 from aioengine.layers.forward_batch import LayerCache
 from aioengine.layers.partition import split_heads
 from aioengine.model_config import ModelConfig
+
+MAX_VECTOR_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +47,27 @@ class KVShape:
         values = self.block_size * self.num_kv_heads * self.head_dim
         return 2 * len(self.layers) * values * self.dtype.itemsize
 
-    def allocate(self, num_blocks: int, device: torch.device) -> dict[int, LayerCache]:
+    def allocate(
+        self, num_blocks: int, device: torch.device, attention: AttentionBackend
+    ) -> dict[int, LayerCache]:
         """Zeroed caches by global layer number; block 0 of the `num_blocks` is the null block."""
-        shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        k_shape, v_shape = attention.cache_shapes(
+            num_blocks, self.block_size, self.num_kv_heads, self.head_dim
+        )
         return {
-            layer: LayerCache(_zeros(shape, self.dtype, device), _zeros(shape, self.dtype, device))
+            layer: LayerCache(
+                _zeros(k_shape, self.dtype, device), _zeros(v_shape, self.dtype, device)
+            )
             for layer in self.layers
         }
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On CPU from calloc(3), whose pages come when they are first written: torch.zeros touches
-    gigabytes at start-up, which takes seconds."""
+    gigabytes at start-up, which takes seconds. Behind the tensor there is room for kernels that
+    read whole vectors."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    room = np.zeros(num_bytes + MAX_VECTOR_BYTES, np.uint8)
+    return torch.from_numpy(room)[:num_bytes].view(dtype).view(shape)

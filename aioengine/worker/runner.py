@@ -22,6 +22,7 @@ from aioengine.dist.worlds import (
     has_world,
     open_groups,
 )
+from aioengine.layers.attention import attention_backend
 from aioengine.layout import ParallelLayout
 from aioengine.messages import RemoteCall, Sampled, StepPlan, StepResult
 from aioengine.model_config import ModelConfig
@@ -288,14 +289,16 @@ class Worker:
         # A request holds no more blocks than there are; plans of the null block alone may.
         room = (num_blocks - 1) * self._config.block_size
         longest = max(room, self._config.max_num_batched_tokens + self._config.block_size)
+        attention = attention_backend(self.device.type, self._config.block_size)
         self._builder = BatchBuilder(
             self._role,
-            self._kv_shape.allocate(num_blocks, self.device),
+            self._kv_shape.allocate(num_blocks, self.device, attention),
             num_slots=self._config.num_slots,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_model_len=min(self._max_model_len, longest),
             block_size=self._config.block_size,
             device=self.device,
+            attention=attention.begin,
         )
         self._rules = LogitRules(self._config.num_slots, self._cfg.vocab_size, self.device)
 

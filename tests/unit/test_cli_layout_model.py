@@ -14,6 +14,7 @@ from aioengine.cli.main import main
 from aioengine.config import EngineConfig
 from aioengine.core.stages import split_layers
 from aioengine.dist.groups import GroupCoordinator
+from aioengine.layers.attention import GATHER
 from aioengine.layout import ParallelLayout
 from aioengine.worker.kv_store import KVShape
 from aioengine.worker.loading import StagePlan
@@ -43,7 +44,7 @@ def allocated(
         tp_size=layout.tp_size,
         block_size=config.block_size,
         dtype=dtype,
-    ).allocate(NUM_BLOCKS, CPU)
+    ).allocate(NUM_BLOCKS, CPU, GATHER)
     kv_bytes = sum(cache.k.nbytes + cache.v.nbytes for cache in caches.values())
     return sum(storages.values()), kv_bytes // (NUM_BLOCKS * config.block_size)
 

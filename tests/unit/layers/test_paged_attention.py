@@ -7,12 +7,19 @@ import torch
 from torch import Tensor
 
 from aioengine.layers import attention as attention_module
-from aioengine.layers.attention import GatherAttention
+from aioengine.layers.attention import (
+    GATHER,
+    AttentionBackend,
+    GatherAttention,
+    attention_backend,
+)
 from aioengine.layers.forward_batch import LayerCache, PagedInputs
+from aioengine.worker.kv_store import KVShape
 
-BLOCK_SIZE = 4
-NUM_BLOCKS = 64
-HEAD_DIM = 8
+BLOCK_SIZE = 16
+NUM_BLOCKS = 24
+HEAD_DIMS = [8, 20, 64, 96]
+BACKENDS = {"gather": GATHER, "cpu kernels": attention_backend("cpu", BLOCK_SIZE)}
 
 
 def paged_inputs(tables: list[list[int]], query_lens: list[int], lens: list[int]) -> PagedInputs:
@@ -39,7 +46,7 @@ def plain_attention(q_NH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
     heads = []
     for head, q_H in enumerate(q_NH):
         k_LH, v_LH = k_LKH[:, head // group_size], v_LKH[:, head // group_size]
-        heads.append((k_LH @ q_H / math.sqrt(HEAD_DIM)).softmax(0) @ v_LH)
+        heads.append((k_LH @ q_H / math.sqrt(len(q_H))).softmax(0) @ v_LH)
     return torch.stack(heads)
 
 
@@ -50,12 +57,16 @@ def plain_attention(q_NH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
     [
         ([1], [1]),
         ([7], [7]),
-        ([1, 1, 1], [3, 9, 20]),
-        ([1, 1, 6, 5, 2], [13, 1, 6, 11, 18]),
+        ([1, 1, 1], [16, 9, 70]),
+        ([1, 1, 6, 25, 2], [33, 1, 6, 31, 48]),
     ],
     ids=["first token", "prefill", "decodes", "mixed"],
 )
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 def test_equals_plain_attention(
+    backend: AttentionBackend,
+    head_dim: int,
     num_heads: int,
     num_kv_heads: int,
     query_lens: list[int],
@@ -67,17 +78,15 @@ def test_equals_plain_attention(
     generator = torch.Generator().manual_seed(0)
     order = (torch.randperm(NUM_BLOCKS - 1, generator=generator) + 1).tolist()
     tables = [[order.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lens]
-    shape = (NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
-    # What no row has written is NaN: reading it anywhere shows in the result.
-    cache = LayerCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
+    cache = unwritten_cache(backend, num_kv_heads, head_dim, torch.float32)
     histories = [
-        torch.randn(2, length, num_kv_heads, HEAD_DIM, generator=generator) for length in lens
+        torch.randn(2, length, num_kv_heads, head_dim, generator=generator) for length in lens
     ]
     before = paged_inputs(tables, lens, lens)
-    GatherAttention(before).write_kv(cache, *torch.cat(histories, dim=1).unbind())
+    backend.begin(before).write_kv(cache, *torch.cat(histories, dim=1).unbind())
 
-    attention = GatherAttention(paged_inputs(tables, query_lens, lens))
-    q_TNH = torch.randn(sum(query_lens), num_heads, HEAD_DIM, generator=generator)
+    attention = backend.begin(paged_inputs(tables, query_lens, lens))
+    q_TNH = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator)
     expected = [
         (history[0, : position + 1], history[1, : position + 1])
         for history, query_len, length in zip(histories, query_lens, lens, strict=True)
@@ -87,6 +96,55 @@ def test_equals_plain_attention(
         [plain_attention(q_NH, k, v) for q_NH, (k, v) in zip(q_TNH, expected, strict=True)]
     )
     torch.testing.assert_close(attention.attend(cache, q_TNH), expected_TNH, atol=1e-5, rtol=1e-5)
+
+
+def unwritten_cache(
+    backend: AttentionBackend, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> LayerCache:
+    """What no row has written is NaN: reading it anywhere shows in the result."""
+    shape = KVShape(range(1), BLOCK_SIZE, num_kv_heads, head_dim, dtype)
+    cache = shape.allocate(NUM_BLOCKS, torch.device("cpu"), backend)[0]
+    cache.k.fill_(torch.nan)
+    cache.v.fill_(torch.nan)
+    return cache
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_rounded_once(dtype: torch.dtype) -> None:
+    """Compiled decodes compute in float32, over strided rows as a fused projection gives them."""
+    lens, tables = [37, 5], [[3, 9, 1], [7]]
+    backend = BACKENDS["cpu kernels"]
+    cache = unwritten_cache(backend, 2, 64, dtype)
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(sum(lens), 2 + 2, 64, generator=generator).to(dtype)
+    k_TKH, v_TKH = fused[:, :2], fused[:, 2:]
+    backend.begin(paged_inputs(tables, lens, lens)).write_kv(cache, k_TKH, v_TKH)
+    q_TNH = torch.randn(2, 8 + 1, 64, generator=generator).to(dtype)[:, :8]
+    out_TNH = backend.begin(paged_inputs(tables, [1, 1], lens)).attend(cache, q_TNH)
+    histories = zip(k_TKH.float().split(lens), v_TKH.float().split(lens), strict=True)
+    exact_TNH = torch.stack(
+        [plain_attention(q_NH.float(), k, v) for q_NH, (k, v) in zip(q_TNH, histories, strict=True)]
+    )
+    torch.testing.assert_close(out_TNH, exact_TNH.to(dtype), atol=1e-3, rtol=torch.finfo(dtype).eps)
+
+
+def test_not_a_number_stays_in_its_row() -> None:
+    backend = BACKENDS["cpu kernels"]
+    cache = unwritten_cache(backend, 1, 16, torch.bfloat16)
+    kv_TKH = torch.ones(3, 1, 16, dtype=torch.bfloat16)
+    kv_TKH[2] = torch.nan
+    tables, lens = [[1], [2]], [2, 1]
+    backend.begin(paged_inputs(tables, lens, lens)).write_kv(cache, kv_TKH, kv_TKH)
+    attention = backend.begin(paged_inputs(tables, [1, 1], lens))
+    out_TNH = attention.attend(cache, torch.ones(2, 1, 16, dtype=torch.bfloat16))
+    assert (out_TNH[0] == 1).all()
+    assert out_TNH[1].isnan().all()
+
+
+def test_blocks_that_do_not_fit_the_kernels_are_gathered(caplog: pytest.LogCaptureFixture) -> None:
+    assert attention_backend("cpu", 24) is GATHER
+    assert "--block-size 24 is no multiple of 16" in caplog.text
+    assert attention_backend("cuda", 16) is GATHER
 
 
 def test_decodes_are_gathered_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

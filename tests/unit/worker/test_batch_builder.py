@@ -10,7 +10,6 @@ from torch import Tensor
 
 from aioengine.layers.forward_batch import PagedInputs
 from aioengine.messages import PREV, SlotParams, StepPlan
-from aioengine.worker import batch as batch_module
 from aioengine.worker.batch import BatchBuilder, Role
 
 BLOCK_SIZE = 4
@@ -24,11 +23,6 @@ class RecordedAttention:
     inputs: PagedInputs
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(batch_module.ATTENTION_BACKENDS, "cpu", RecordedAttention)
-
-
 def builder_with(role: Role = ALL_ROLES) -> BatchBuilder:
     return BatchBuilder(
         role,
@@ -38,6 +32,7 @@ def builder_with(role: Role = ALL_ROLES) -> BatchBuilder:
         max_model_len=32,
         block_size=BLOCK_SIZE,
         device=torch.device("cpu"),
+        attention=RecordedAttention,  # type: ignore[arg-type]  # nothing is computed
     )
 
 
@@ -53,7 +48,7 @@ def ids_of(*values: int) -> Callable[[], Tensor]:
     return lambda: torch.tensor(values)
 
 
-def test_rows_of_one_token_come_first(recorded: None) -> None:
+def test_rows_of_one_token_come_first() -> None:
     builder = builder_with()
     prefill, decode = request(2, first_block=5), request(0, first_block=9)
     builder.build(StepPlan((decode.new,), (decode.step([1, 2, 3, 4, 5]),)), unused)
@@ -74,7 +69,7 @@ def test_rows_of_one_token_come_first(recorded: None) -> None:
     assert inputs.sampling.positions.tolist() == [6, 3]
 
 
-def test_prev_is_looked_up_by_slot(recorded: None) -> None:
+def test_prev_is_looked_up_by_slot() -> None:
     builder = builder_with()
     requests = [request(slot, first_block=1 + slot) for slot in range(3)]
     first = StepPlan(tuple(r.new for r in requests), tuple(r.step([r.new.slot]) for r in requests))
@@ -84,7 +79,7 @@ def test_prev_is_looked_up_by_slot(recorded: None) -> None:
     assert inputs.forward.token_ids_T.tolist() == [12, 10, 77]
 
 
-def test_a_new_tenant_starts_with_an_empty_block_table(recorded: None) -> None:
+def test_a_new_tenant_starts_with_an_empty_block_table() -> None:
     builder = builder_with()
     first = request(1, first_block=3)
     builder.build(StepPlan((first.new,), (first.step(range(9)),)), unused)
@@ -95,7 +90,7 @@ def test_a_new_tenant_starts_with_an_empty_block_table(recorded: None) -> None:
         builder.build(StepPlan((), (first.step([1]),)), unused)
 
 
-def test_ranks_build_only_what_they_need(recorded: None) -> None:
+def test_ranks_build_only_what_they_need() -> None:
     builder = builder_with(Role(is_first=False, is_last=True, is_output=False))
     one = request(0, first_block=1)
     builder.build(StepPlan((one.new,), (one.step([1, 2]),)), unused)
@@ -105,7 +100,7 @@ def test_ranks_build_only_what_they_need(recorded: None) -> None:
     assert inputs.sample_rows_S.tolist() == [0]
 
 
-def test_sampling_parameters_follow_the_slots(recorded: None) -> None:
+def test_sampling_parameters_follow_the_slots() -> None:
     builder = builder_with()
     params = SlotParams(0.5, 7, 0.9, 0.1, 2**63 - 1, 3, 4)
     requests = [request(0, 1), request(3, 2, params)]

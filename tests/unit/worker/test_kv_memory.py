@@ -10,6 +10,7 @@ from support.launching import STORIES
 from aioengine.checkpoint.source import read_model_config, resolve_model
 from aioengine.config import EngineConfig
 from aioengine.errors import StartupError
+from aioengine.layers.attention import GATHER
 from aioengine.layout import ParallelLayout
 from aioengine.model_config import ModelConfig, RopeConfig
 from aioengine.worker.kv_store import KVShape
@@ -140,7 +141,7 @@ def test_cache_of_a_tensor_parallel_stage() -> None:
     shape = KVShape.of(
         MODEL, range(1, 3), tp_rank=1, tp_size=2, block_size=16, dtype=torch.bfloat16
     )
-    caches = shape.allocate(5, torch.device("cpu"))
+    caches = shape.allocate(5, torch.device("cpu"), GATHER)
     assert list(caches) == [1, 2]
     assert caches[1].k.shape == (5, 16, 2, 8)  # 3 kv heads over 2 ranks: 2 each, 1 of them padding
     assert sum(c.k.nbytes + c.v.nbytes for c in caches.values()) == 5 * shape.block_bytes

@@ -25,10 +25,9 @@ from torch.utils._pytree import tree_leaves
 from aioengine.checkpoint.source import read_model_config, resolve_model
 from aioengine.config import EngineConfig
 from aioengine.dist.groups import GroupCoordinator
-from aioengine.layers.attention import GatherAttention
 from aioengine.layout import ParallelLayout
 from aioengine.messages import StepPlan
-from aioengine.worker import batch, prompt_logprobs, runner, sampler
+from aioengine.worker import prompt_logprobs, runner, sampler
 from aioengine.worker.memory import Memory
 from aioengine.worker.runner import Worker
 
@@ -85,7 +84,6 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     """Loaded, with a cache, on a device whose tensors have no values."""
-    monkeypatch.setitem(batch.ATTENTION_BACKENDS, "meta", GatherAttention)
     monkeypatch.setattr(runner, "select_device", lambda *_: META)
     monkeypatch.setattr(runner, "device_id", lambda device: device.type)
     monkeypatch.setattr(Memory, "measure", lambda *_: Memory(META, 2**40, 1))
