@@ -126,6 +126,7 @@ class EngineHost:
         finally:
             text.close()
             links.close()
+            self.engine.abandon()
             device.close()
 
     async def _until_ended(self, running: "asyncio.Task[Failure | None]") -> Failure | None:
