@@ -415,6 +415,10 @@ class PhaseEntered(msgspec.Struct, frozen=True, array_like=True, tag="phase_ente
     phase: int
 
 
+class EngineLeft(msgspec.Struct, frozen=True, array_like=True, tag="engine_left"):
+    """This rank's program has left the engine: it enters no more phase."""
+
+
 PeerEvent = (
     StepResult
     | CallReply
@@ -423,6 +427,7 @@ PeerEvent = (
     | Heartbeat
     | DrainRequested
     | PhaseEntered
+    | EngineLeft
     | Goodbye
     | RemoteReply
     | RemoteFailed

@@ -155,8 +155,9 @@ class Watch:
         self._beats.forget(rank)
 
     def connection_closed(self, rank: int, reason: str) -> None:
-        """Told of at once, or a moment later when the kernel knows more."""
-        if rank not in self._departed:
+        """Told of at once, or a moment later when the kernel knows more. Nothing after a failure:
+        a loop that ends meanwhile would keep what the waiting takes."""
+        if rank not in self._departed and not self.failed.done():
             info = self.others[rank]
             explain_loss(info, reason, lambda what: self._lose(rank, f"{info}: {what}"))
 

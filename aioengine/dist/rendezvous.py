@@ -11,7 +11,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final, TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore, is_initialized
+from torch.distributed import (
+    PrefixStore,
+    Store,
+    TCPStore,
+    get_rank,
+    get_world_size,
+    is_initialized,
+)
 from torch.distributed.distributed_c10d import _get_default_store
 
 from aioengine.dist.interface import LOOPBACK, means_loopback
@@ -59,13 +66,15 @@ class LauncherStore:
 def open_launcher_store(env: LauncherEnv, timeout_s: float) -> LauncherStore:
     """The launch's store, served by this process if that is rank 0's part. Blocks until it answers.
 
-    In a trainer's world it is the store on which that was made.
+    In a trainer's world it is the store on which that was made; StartupError when that is not the
+    world of the launch.
 
     It may hold keys of an earlier attempt (`--max-restarts` keeps the port): see
     `control/bootstrap.py`. Raises StartupError for a port that is in use and for a torchrun that has
     ended, StartupTimeoutError when nobody answers.
     """
     if is_initialized():
+        _check_trainers_world(env)
         trainers = PrefixStore(f"aioengine/{env.job}", _get_default_store())
         return LauncherStore(trainers, "torch.distributed's own")
     deadline = time.monotonic() + timeout_s
@@ -87,6 +96,17 @@ def open_launcher_store(env: LauncherEnv, timeout_s: float) -> LauncherStore:
         raise StartupTimeoutError(_describe_silence(env, timeout_s, error)) from None
     where = f"{env.master_addr}:{env.master_port}"
     return LauncherStore(PrefixStore(f"aioengine/{env.job}", store), where)
+
+
+def _check_trainers_world(env: LauncherEnv) -> None:
+    """Ranks of another world would wait for each other on a store that they do not share."""
+    found = (get_rank(), get_world_size())
+    if found != (env.rank, env.world_size):
+        raise StartupError(
+            f"torch.distributed is initialised: this is rank {found[0]} of {found[1]} there, but "
+            f"rank {env.rank} of {env.world_size} for the launcher; the engine runs in all ranks "
+            "of a launch, in their order"
+        )
 
 
 def _listen(env: LauncherEnv) -> socket.socket:

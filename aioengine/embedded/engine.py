@@ -4,11 +4,13 @@ Every rank of the launch enters the engine. It runs in threads of its own; the p
 from its own event loop, and may block that whenever it likes.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
@@ -51,32 +53,33 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig, *, on_failure: OnFailure | None = None) -> None:
         """Raises ValueError that names the setting which is out of bounds."""
         try:
-            checked = msgspec.convert(msgspec.to_builtins(config), EngineConfig)
+            checked = msgspec.convert(msgspec.structs.asdict(config), EngineConfig)
         except msgspec.ValidationError as error:
             raise ValueError(f"EngineConfig: {error}") from None
         # Every leader has a front end, for its own program; and the processes are not ours to end.
         self._config = msgspec.structs.replace(checked, api_ranks="leaders", kill_frozen=False)
         self._on_failure = on_failure
         self._is_in_phase = False
-        self._place: Place
-        self._host: EngineHost
-        self._thread: LoopThread
+        self._entered: _Entered | None = None
 
     async def __aenter__(self) -> Self:
+        if self._entered is not None and not self._entered.thread.is_gone:
+            raise EngineError("this engine is entered already")
         place = Place.find(self._config, os.environ)
         startup = Deadline(self._config.startup_timeout_seconds)  # the program may be old
         # When to stop before the end of a job is the trainer's decision.
-        self._place = dataclasses.replace(place, startup=startup, walltime=NO_END)
-        self._host = EngineHost(self._place, self._on_failure)
-        self._thread = LoopThread(self._host.live, "aioengine")
-        self._thread.start()
+        place = dataclasses.replace(place, startup=startup, walltime=NO_END)
+        host = EngineHost(place, self._on_failure)
+        thread = LoopThread(host.live, "aioengine")
+        self._entered = _Entered(place, host, thread)
+        thread.start()
         try:
-            await self._call(self._host.wait_ready)
+            await self._call(host.wait_ready)
         except (EngineError, ValueError):
-            await self._thread.wait_gone()
+            await thread.wait_gone()
             raise
         except BaseException:  # the caller's own: the other ranks see this one's connections close
-            self._thread.cancel()
+            thread.cancel()
             raise
         return self
 
@@ -88,8 +91,7 @@ class AsyncEngine:
     ) -> None:
         """Returns when the engine has ended: on a leader at once, on peers with their leader."""
         reason = None if exc is None else f"its program has left the engine: {exc!r:.200}"
-        with contextlib.suppress(LoopEndedError):  # it had failed
-            await self._thread.call(self._host.leave, reason)
+        self._thread.tell(partial(self._host.leave, reason))
         await self._thread.wait_gone()
 
     # --- where this rank stands
@@ -120,24 +122,39 @@ class AsyncEngine:
 
         The body begins when all have entered (seconds in `timeout`, None: no limit; the log says
         now and then who is missing). The leader's end of the body aborts what still runs; a peer
-        stays until the leader has left. Outside of phases the engine runs no collective, and only
-        closed connections count as loss. Raises PhaseTimeoutError that names who is missing.
+        stays until the leader has left, unless its body raises. Outside of phases the engine runs
+        no collective, and only closed connections count as loss. Raises PhaseTimeoutError that
+        names who is missing.
         """
         if self._is_in_phase:
             raise EngineError("active(): this rank is in a phase already")
-        await self._call(self._host.enter_phase, timeout)
         self._is_in_phase = True
         try:
-            yield
-        except BaseException:
-            with contextlib.suppress(EngineError):  # the body's own error says more
-                await self._leave_phase()
-            raise
-        await self._leave_phase()
+            await self._enter_phase(timeout)
+            try:
+                yield
+            except BaseException:
+                await self._leave_phase_by_error()
+                raise
+            await self._call(self._host.leave_phase)
+        finally:
+            self._is_in_phase = False
 
-    async def _leave_phase(self) -> None:
-        self._is_in_phase = False
-        await self._call(self._host.leave_phase)
+    async def _enter_phase(self, timeout_s: float | None) -> None:
+        try:
+            await self._call(self._host.enter_phase, timeout_s)
+        except asyncio.CancelledError:
+            if self.is_leader:  # the phase may have begun at the same moment
+                self._thread.tell(self._host.begin_leaving_phase)
+            raise
+
+    async def _leave_phase_by_error(self) -> None:
+        """A peer does not wait for its leader, which may wait for this program."""
+        if not self.is_leader:
+            self._thread.tell(self._host.begin_leaving_phase)
+            return
+        with contextlib.suppress(EngineError):  # the body's own error says more
+            await self._call(self._host.leave_phase)
 
     # --- on leaders
 
@@ -193,6 +210,24 @@ class AsyncEngine:
 
     # --- internals
 
+    @property
+    def _running(self) -> "_Entered":
+        if self._entered is None:
+            raise EngineError("this engine is not entered yet: `async with engine:`")
+        return self._entered
+
+    @property
+    def _place(self) -> Place:
+        return self._running.place
+
+    @property
+    def _host(self) -> EngineHost:
+        return self._running.host
+
+    @property
+    def _thread(self) -> LoopThread:
+        return self._running.thread
+
     def _requests(self, what: str) -> Requests:
         if self._host.requests is None:
             raise EngineError(
@@ -209,6 +244,15 @@ class AsyncEngine:
         except LoopEndedError:
             assert self._host.end_error is not None
             raise self._host.end_error from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """What an engine has once it was entered; it stays when the engine was left."""
+
+    place: Place
+    host: EngineHost
+    thread: LoopThread
 
 
 class AcrossReplicas:

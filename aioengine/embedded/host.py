@@ -5,6 +5,7 @@ told to whoever calls; the trainer's process goes on.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -37,6 +38,9 @@ class EngineHost:
         self._front_end: FrontEnd | None = None
         self._is_ready = asyncio.Event()
         self._is_leaving = False
+        """The program has left the engine."""
+        self._may_end = asyncio.Event()
+        """It has left in order."""
         self.engine: Leader | Peer
         """From ready on."""
         self.requests: Requests | None = None
@@ -52,7 +56,8 @@ class EngineHost:
             if failure is not None:
                 self.end_error = ReplicaFailedError(failure.cause)
         except asyncio.CancelledError:
-            self.end_error = StartupError("the engine was stopped while it started")
+            when = "" if self._is_ready.is_set() else " while it started"
+            self.end_error = StartupError(f"the engine was stopped{when}")
         except Exception as caught:
             error = innermost(caught)
             if self._is_ready.is_set():
@@ -67,28 +72,33 @@ class EngineHost:
         """When `live` ends first, so does the loop that this runs in."""
         await self._is_ready.wait()
 
-    async def leave(self, reason: str | None) -> None:
+    def leave(self, reason: str | None) -> None:
         """The program leaves the engine; `reason` is what went wrong there. `live` then ends:
         a leader's at once, a peer's with that of its leader."""
         self._is_leaving = True
         assert self._watch is not None
-        if reason is not None:
+        if reason is None:
+            self._may_end.set()
+        else:
             self._watch.fail(f"{self._place.info}: {reason}", self._place.rank)
-        elif self._front_end is not None:
-            await self._front_end.shut_down()
 
     async def enter_phase(self, timeout_s: float | None) -> None:
         await self.engine.phases.enter(timeout_s)
 
+    def begin_leaving_phase(self) -> None:
+        """Nobody needs to wait for the end: what comes next does. Nothing outside of phases."""
+        if isinstance(self.engine, Peer):
+            self.engine.phases.begin_leaving()
+        elif self.engine.phases.begin_leaving():
+            assert self.requests is not None
+            self.requests.end_streams("the program has left active()")
+            # The leader gets the aborts before the end of the phase.
+            asyncio.get_running_loop().call_soon(self.engine.end_phase)
+
     async def leave_phase(self) -> None:
         """Returns when no rank of the replica computes any more."""
-        if isinstance(self.engine, Peer):
-            await self.engine.phases.wait_left()
-            return
-        assert self.requests is not None
-        self.requests.end_all("the program has left active()")
-        await asyncio.sleep(0)  # the leader gets the aborts before the end of the phase
-        await self.engine.end_phase()
+        self.begin_leaving_phase()
+        await self.engine.phases.wait_left()
 
     # --- internals
 
@@ -106,6 +116,7 @@ class EngineHost:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = tasks.create_task(self.engine.run(), name="engine")
+                leaving = tasks.create_task(self._end_when_left(), name="leaving")
                 if isinstance(self.engine, Leader):
                     self._front_end = new_front_end(place, links, on_frozen=lambda leader: None)
                     self._front_end.start()
@@ -120,13 +131,25 @@ class EngineHost:
                         place.config.seed,
                     )
                 failure = await self._until_ended(running)
+                leaving.cancel()
                 if self.requests is not None:
                     self.requests.end_all("the engine is closed")
                 return failure
         finally:
             text.close()
             links.close()
+            self.engine.abandon()
             device.close()
+
+    async def _end_when_left(self) -> None:
+        await self._may_end.wait()
+        if isinstance(self.engine, Peer):
+            self.engine.phases.leave_engine()
+            return
+        assert self._front_end is not None
+        with contextlib.suppress(EngineError):  # of a replica that has failed
+            await self.engine.phases.wait_left()
+        await self._front_end.shut_down()
 
     async def _until_ended(self, running: "asyncio.Task[Failure | None]") -> Failure | None:
         """Raises StartupError when the end comes before the replica is ready."""
@@ -147,5 +170,5 @@ class EngineHost:
             return
         try:
             self._on_failure(failed.result().error)
-        except Exception:
+        except BaseException:  # SystemExit would end this loop, and not the process
             log.exception("on_failure raised")

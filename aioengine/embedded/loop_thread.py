@@ -71,15 +71,21 @@ class LoopThread:
         finally:
             self._calls.discard(call)
 
+    @property
+    def is_gone(self) -> bool:
+        return self._gone.done()
+
     async def wait_gone(self) -> None:
         """Until `main` and the thread have ended."""
         await asyncio.shield(asyncio.wrap_future(self._gone))
         self._thread.join()  # has nothing left to do
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._run_main())
-        self._gone.set_result(None)
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._run_main())
+        finally:  # also when a callback raised SystemExit, which ends the loop: callers wait
+            self._gone.set_result(None)
 
     async def _run_main(self) -> None:
         self._task = asyncio.current_task()

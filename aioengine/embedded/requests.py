@@ -89,9 +89,14 @@ class Requests:
         if (task := self._running.get(sink)) is not None:
             task.cancel()
 
-    def end_all(self, cause: str) -> None:
-        """End every request with an error."""
+    def end_streams(self, cause: str) -> None:
+        """End every request with an error. Calls go on."""
         self._front_end.end_streams(cause)
+
+    def end_all(self, cause: str) -> None:
+        """End every request and every call with an error."""
+        self._front_end.end_streams(cause)
+        self._front_end.end_calls(cause)
 
     async def call_replicas(self, make_command: MakeCommand) -> list[Any]:
         """What every leader answers, in DP order."""
@@ -117,7 +122,7 @@ class Requests:
 
     def _check_phase(self) -> None:
         self._check_alive()
-        if not self._leader.phases.is_active:
+        if not self._leader.phases.is_open:
             raise EngineError(
                 "generate() outside a phase: it belongs inside `async with engine.active():`, "
                 "which every rank of the replica enters"

@@ -2,61 +2,75 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
+from aioengine.errors import RequestFailedError
 from aioengine.frontend.records import Update
 
 
 class Sink:
-    """What the engine's thread has told of a request. Unread updates of a choice merge."""
+    """What the engine's thread has told of a request. Unread updates of a choice merge at once, so
+    that a program which blocks its thread holds no more than its tokens, and is woken once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """`loop` is the reader's."""
         self._loop = loop
+        self._lock = threading.Lock()
         self._unread: dict[int, Update] = {}
-        self._news = asyncio.Event()
         self._error: Exception | None = None
         self._has_ended = False
+        self._is_waking = False
+        """The reader's loop has been told of news, and has not looked yet."""
+        self._news = asyncio.Event()
 
-    # --- engine's thread
+    # --- any thread
 
     def push(self, updates: list[Update]) -> None:
-        self._tell_reader(self._take, updates)
+        with self._lock:
+            for update in updates:
+                if (unread := self._unread.get(update.index)) is not None:
+                    unread.extend(update)
+                else:
+                    self._unread[update.index] = update
+        self._wake_reader()
 
     def end(self, error: Exception | None) -> None:
         """Nothing follows."""
-        self._tell_reader(self._end, error)
+        with self._lock:
+            self._error = error
+            self._has_ended = True
+        self._wake_reader()
 
-    def _tell_reader(self, function: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody reads any more
-            self._loop.call_soon_threadsafe(function, *args)
+    def _wake_reader(self) -> None:
+        with self._lock:
+            was_waking, self._is_waking = self._is_waking, True
+        if not was_waking:
+            with contextlib.suppress(RuntimeError):  # its loop is closed: nobody reads any more
+                self._loop.call_soon_threadsafe(self._look)
 
     # --- reader's thread
 
     async def next(self) -> Update:
         """Raises StopAsyncIteration behind the last one, or what ended the request."""
-        while not self._unread:
-            if self._error is not None:
-                raise self._error
-            if self._has_ended:
-                raise StopAsyncIteration
-            self._news.clear()
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("a stream belongs to the event loop in which it was begun")
+        while True:
+            with self._lock:
+                if self._unread:
+                    return self._unread.pop(next(iter(self._unread)))
+                if self._error is not None:
+                    raise self._error
+                if self._has_ended:
+                    raise StopAsyncIteration
+                self._news.clear()
             await self._news.wait()
-        return self._unread.pop(next(iter(self._unread)))
 
-    def _take(self, updates: list[Update]) -> None:
-        for update in updates:
-            if (unread := self._unread.get(update.index)) is not None:
-                unread.extend(update)
-            else:
-                self._unread[update.index] = update
-        self._news.set()
-
-    def _end(self, error: Exception | None) -> None:
-        self._error = error
-        self._has_ended = True
+    def _look(self) -> None:
+        with self._lock:
+            self._is_waking = False
         self._news.set()
 
 
@@ -65,8 +79,9 @@ class GenerationStream:
     the context, or dropping the stream, aborts what is not finished.
 
     The request begins when somebody iterates or enters; what is wrong with it is raised there, a
-    ValueError. When its replica fails iteration raises RankLostError or ReplicaFailedError, when
-    its phase ends first RequestFailedError.
+    ValueError. A beginning that was cut short begins again the next time. When its replica fails
+    iteration raises RankLostError or ReplicaFailedError, when its phase ends first
+    RequestFailedError.
     """
 
     def __init__(
@@ -117,7 +132,13 @@ class GenerationStream:
         self.abort()
 
     async def _started(self) -> Sink:
-        if self._sink is None:
-            self._sink = Sink(asyncio.get_running_loop())
-            await self._begin(self._sink)
-        return self._sink
+        if (sink := self._sink) is None:
+            sink = self._sink = Sink(asyncio.get_running_loop())
+            try:
+                await self._begin(sink)
+            except BaseException:
+                self._sink = None
+                self._abort(sink)  # it may have begun when its beginning was cancelled
+                sink.end(RequestFailedError("the request did not begin"))
+                raise
+        return sink

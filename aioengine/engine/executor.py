@@ -21,6 +21,7 @@ from aioengine.messages import (
     CallReply,
     DeviceCall,
     DrainRequested,
+    EngineLeft,
     Goodbye,
     Heartbeat,
     Job,
@@ -60,7 +61,7 @@ class _PendingCall:
     replies: dict[int, Any]
 
 
-RankNews = DrainRequested | PhaseEntered
+RankNews = DrainRequested | PhaseEntered | EngineLeft
 """What a peer's program or launcher wants, beside the jobs."""
 
 
@@ -260,7 +261,7 @@ class Executor:
                 self._watch.heard(rank, event)
             case ReplicaFailed(cause=cause):
                 self._watch.fail(cause, rank)
-            case DrainRequested() | PhaseEntered():
+            case DrainRequested() | PhaseEntered() | EngineLeft():
                 self._on_news(rank, event)
             case Goodbye():
                 self._watch.departed(rank)

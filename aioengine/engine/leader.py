@@ -31,6 +31,7 @@ from aioengine.messages import (
     AddRequest,
     CallEnded,
     DrainRequested,
+    EngineLeft,
     FrontEndCommand,
     Goodbye,
     Heartbeat,
@@ -70,9 +71,7 @@ class FrontEndLost:
 
 @dataclass(frozen=True, slots=True)
 class PhaseEnding:
-    """The program around this engine leaves `active()`: `idle` is for when no step is left."""
-
-    idle: "asyncio.Future[None]"
+    """The program around this engine leaves `active()`."""
 
 
 Event = FromFrontEnd | FrontEndLost | StepDone | StepFailed | PhaseEnding
@@ -136,7 +135,7 @@ class Leader:
         self._tasks: asyncio.TaskGroup
         self._calls: set[asyncio.Task[None]] = set()
         """Each answers a ReplicaCall."""
-        self._phase_ending: PhaseEnding | None = None
+        self._is_phase_ending = False
         self.ready = asyncio.Event()
 
     @property
@@ -160,14 +159,10 @@ class Leader:
             return await self._end_failed(group.exceptions[0])
         return None
 
-    async def end_phase(self) -> None:
-        """Compute what is left, then release the peers from the phase. Requests that are not to be
-        finished must have been aborted before."""
-        idle = self.phases.new_wait()
-        self._inbox.put_nowait(PhaseEnding(idle))
-        await idle
-        await self._device.run(lambda: None)  # behind calls that are no steps
-        self.phases.leave()
+    def end_phase(self) -> None:
+        """Compute what is left, then release the peers from the phase; `phases.wait_left` waits for
+        it. Requests that are not to be finished must have been aborted before."""
+        self._inbox.put_nowait(PhaseEnding())
 
     def _on_rank_news(self, rank: int, news: RankNews) -> None:
         match news:
@@ -175,6 +170,8 @@ class Leader:
                 self.request_drain(news)
             case PhaseEntered():
                 self.phases.on_entered(rank, news)
+            case EngineLeft():
+                self.phases.on_left(rank)
             case _:
                 assert_never(news)
 
@@ -226,6 +223,11 @@ class Leader:
                 "this replica"
             )
         return RemoteCall(method_name(method), encode_arguments(args, kwargs), unique_reply_rank)
+
+    def abandon(self) -> None:
+        """For a process that goes on, when the engine has ended: frees what a failure has left of
+        this rank's groups, as soon as the device thread gets to it."""
+        self._device.submit(lambda: self._worker.call("abandon", {}), lambda *_: None)
 
     def _on_command(self, source: str, command: FrontEndCommand) -> None:
         self._front_end_beats.heard(source)
@@ -370,17 +372,16 @@ class Leader:
             case FrontEndLost(source=source, reason=reason):
                 self._lose_front_end(source, reason)
             case PhaseEnding():
-                self._phase_ending = event
+                self._is_phase_ending = True
             case _:
                 assert_never(event)
         return bool(self._front_ends) if self._home is None else self._home in self._front_ends
 
     def _note_idle(self) -> None:
-        ending = self._phase_ending
-        if ending is not None and not self._executor.num_in_flight:
-            self._phase_ending = None
-            if not ending.idle.done():
-                ending.idle.set_result(None)
+        if self._is_phase_ending and not self._executor.num_in_flight:
+            self._is_phase_ending = False
+            # Behind calls that are no steps.
+            self._device.submit(lambda: None, lambda *_: self.phases.leave())
 
     def _obey(self, source: str, command: FrontEndCommand) -> None:
         match command:

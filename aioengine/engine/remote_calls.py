@@ -85,6 +85,7 @@ class RemoteCalls:
         for pending in self._pending.values():
             if not pending.ended.done():
                 pending.ended.set_exception(error)
+                pending.ended.exception()  # seen, where the caller is just giving up
 
     def _wanted(self, call: RemoteCall) -> list[int]:
         """Ranks in the replica."""

@@ -365,10 +365,14 @@ class FrontEnd:
         if for_walltime:
             self.drain_cause = self._walltime.cause
 
-    def end_streams(self, cause: str) -> None:
-        """End every live choice and every call with an error."""
+    def end_calls(self, cause: str) -> None:
+        """End every call with an error."""
         for replica in self.replicas:
             replica.calls.fail(cause)
+
+    def end_streams(self, cause: str) -> None:
+        """End every live choice with an error."""
+        for replica in self.replicas:
             for choice, _ in replica.live.values():
                 replica.link.send(Abort(choice.request_id))
             self._fail_live(replica, cause)

@@ -99,7 +99,9 @@ class HttpService:
         await wait_first(front_end.idle, front_end.all_failed, signals.drain_over, limit_s=limit_s)
         if front_end.num_live:
             log.warning("the time for draining is over: %d requests cut off", front_end.num_live)
-        front_end.end_streams(front_end.drain_cause or "the server is shutting down")
+        cause = front_end.drain_cause or "the server is shutting down"
+        front_end.end_streams(cause)
+        front_end.end_calls(cause)
 
     def _begin_drain(self) -> float:
         """Returns the seconds that requests in flight get."""

@@ -73,10 +73,13 @@ def load_stage(
         _warn_of_unread(index, plan.whole_model)
     stage = plan.build(device)
     matched = _match(stage, index, plan)
-    if speaks and not sys.stderr.isatty():
+    if not speaks:
+        load_weights(matched, index)  # tqdm leaves a thread behind when it is disabled
+        return stage
+    if not sys.stderr.isatty():
         load_weights(matched, index, _QuarterLines())
         return stage
-    with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=not speaks) as bar:
+    with tqdm(desc="loading weights", unit="B", unit_scale=True) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

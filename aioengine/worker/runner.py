@@ -253,6 +253,14 @@ class Worker:
         self._groups.close()
         self._groups = None
 
+    @device_call
+    def abandon(self) -> None:
+        """The end after a failure: frees what this process holds, and waits for no transfer, as
+        the rank at its other end may be gone."""
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
+
     def _build_groups(self) -> None:
         config = self._config
         self._groups = open_groups(

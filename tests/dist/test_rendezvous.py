@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import torch.distributed as dist
 from support.launching import free_port
 
 from aioengine.config import EngineConfig
@@ -107,3 +108,12 @@ def test_rank_0_ends_while_others_ask() -> None:
     del zero  # and its server
     with pytest.raises(StartupError, match=f"store at 127.0.0.1:{port} is gone, and rank 0 or"):
         one.check(["answer/1"])
+
+
+def test_a_trainers_world_that_is_not_the_launch() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(StartupError, match="rank 0 of 1 there, but rank 1 of 2 for the launch"):
+            open_launcher_store(rank_env(1, 0), LIMIT_S)
+    finally:
+        dist.destroy_process_group()

@@ -78,6 +78,14 @@ def test_a_program_that_raises_keeps_nobody_waiting(who: str, culprit: int) -> N
     assert told.endswith("its program has left the engine: ZeroDivisionError('mine')")
 
 
+def test_failed_engines_leave_nothing_in_the_process() -> None:
+    output = run(PROGRAM, "failures")
+    for rank in (0, 1):
+        (left,) = (line for line in said(output, rank) if line.startswith("left: "))
+        assert left == "left: Counter(), []"
+    assert re.match(r"alone: active\(\): rank 1 \(.* left the engine", said(output, 0)[-1])
+
+
 def test_who_does_not_enter_a_phase_is_named() -> None:
     output = run(PROGRAM, "late")
     late, done = said(output, 0)

@@ -3,9 +3,14 @@
 import asyncio
 import gc
 import signal
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +18,13 @@ from support import rpc_methods
 from support.launching import STORIES, golden
 
 from aioengine import AsyncEngine, EngineConfig, SamplingParams
-from aioengine.errors import EngineError, RequestFailedError, StartupError, WorkerError
+from aioengine.errors import (
+    EngineError,
+    ReplicaFailedError,
+    RequestFailedError,
+    StartupError,
+    WorkerError,
+)
 
 pytestmark = pytest.mark.skipif(not STORIES.exists(), reason="needs the shared model")
 
@@ -65,6 +76,117 @@ async def test_what_it_generates_and_what_is_refused() -> None:
     with pytest.raises(EngineError, match="the engine is closed"):
         await engine.collective_rpc(rpc_methods.rank_of)
     assert not engine_threads()
+
+
+async def test_use_before_entering_and_entering_twice_are_refused() -> None:
+    engine = AsyncEngine(EngineConfig(model=str(STORIES), cpu_threads=1))
+    for use in (lambda: engine.rank, lambda: engine.generate([1]), lambda: engine.across_replicas):
+        with pytest.raises(EngineError, match="not entered yet"):
+            use()
+    async with engine:
+        with pytest.raises(EngineError, match="entered already"):
+            async with engine:
+                pass
+    async with engine, engine.active():  # again
+        (answer,) = await engine.generate(ROW["prompt_ids"], GREEDY).collect()
+        assert answer.token_ids == ROW["token_ids"]
+
+
+async def test_cancellations_around_a_phase_keep_the_engine_usable() -> None:
+    async with running() as engine, asyncio.TaskGroup() as tasks:
+        phase = engine.active()
+        await phase.__aenter__()
+        await anext(engine.generate(ROW["prompt_ids"], ENDLESS))
+        leaving = tasks.create_task(leave(phase))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        entering = tasks.create_task(enter_and_leave(engine))
+        await asyncio.wait([leaving])
+        await asyncio.sleep(0)
+        time.sleep(0.2)  # noqa: ASYNC251  # the phase begins: in the next turn of this loop
+        entering.cancel()
+        await asyncio.wait([entering])
+        assert leaving.cancelled()
+        assert entering.cancelled()
+        async with engine.active():
+            with pytest.raises(EngineError, match="in a phase already"):
+                await engine.active().__aenter__()
+            (answer,) = await engine.generate(ROW["prompt_ids"], GREEDY).collect()
+            assert answer.token_ids == ROW["token_ids"]
+
+
+async def leave(phase: AbstractAsyncContextManager[None]) -> None:
+    await phase.__aexit__(None, None, None)
+
+
+async def enter_and_leave(engine: AsyncEngine) -> None:
+    async with engine.active():
+        pass
+
+
+async def test_a_beginning_that_was_cut_short_begins_again() -> None:
+    async with running() as engine, engine.active():
+        stream = engine.generate([1, -1], GREEDY)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="token id -1"):
+                await anext(stream)
+        stream = engine.generate(ROW["prompt_ids"], GREEDY)
+        async with asyncio.TaskGroup() as tasks:
+            beginning = tasks.create_task(stream.collect())
+            await asyncio.sleep(0)
+            beginning.cancel()
+        (answer,) = await stream.collect()
+        assert answer.token_ids == ROW["token_ids"]
+
+
+async def test_a_blocked_reader_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has not read stays in one place, however long it does not."""
+    async with running() as engine, engine.active():
+        stream = engine.generate(ROW["prompt_ids"], GREEDY)
+        first = await anext(stream)
+        loop, wakes = asyncio.get_running_loop(), []
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: wakes.append(args))
+        while engine._host.engine.load.num_running:
+            time.sleep(0.01)  # noqa: ASYNC251
+        assert len(wakes) <= 1
+        monkeypatch.undo()
+        for wake in wakes:
+            loop.call_soon(*wake)
+        (rest,) = await stream.collect()
+        assert first.token_ids + rest.token_ids == ROW["token_ids"]
+
+
+async def test_a_stream_stays_in_its_event_loop() -> None:
+    async with running() as engine, engine.active():
+        stream = engine.generate(ROW["prompt_ids"], GREEDY)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(asyncio.run, stream.__aenter__()).result()
+        with pytest.raises(RuntimeError, match="belongs to the event loop"):
+            await anext(stream)
+
+
+async def test_calls_outlive_the_phase_in_which_they_began() -> None:
+    rpc_methods.GATE.clear()
+    async with running() as engine, asyncio.TaskGroup() as tasks, engine.active():
+        calls = [
+            tasks.create_task(caller.collective_rpc(rpc_methods.wait_for_gate, ("it",)))
+            for caller in (engine, engine.across_replicas)
+        ]
+        await engine.reset_prefix_cache()  # behind them
+        asyncio.get_running_loop().call_later(0.1, rpc_methods.GATE.set)
+    assert [call.result() for call in calls] == [["it of 0"], [["it of 0"]]]
+
+
+async def test_on_failure_that_exits_hangs_nobody() -> None:
+    engine = AsyncEngine(
+        EngineConfig(model=str(STORIES), cpu_threads=1), on_failure=lambda error: sys.exit(3)
+    )
+    async with engine:
+        assert engine._host._watch is not None
+        engine._thread.tell(partial(engine._host._watch.fail, "made up", 0))
+        await engine._thread.wait_gone()
+        with pytest.raises(ReplicaFailedError, match="made up"):
+            await engine.collective_rpc(rpc_methods.rank_of)
 
 
 JUNK: list[tuple[Any, SamplingParams, str]] = [
@@ -153,6 +275,8 @@ async def test_calls() -> None:
 async def test_a_failed_start_says_why() -> None:
     with pytest.raises(ValueError, match="max_num_seqs"):
         AsyncEngine(EngineConfig(max_num_seqs=0))
+    with pytest.raises(ValueError, match=r"got `PosixPath` - at `\$.model`"):
+        AsyncEngine(EngineConfig(model=Path("/a")))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="--model: '/nowhere'"):
         async with AsyncEngine(EngineConfig(model="/nowhere")):
             pass

@@ -1,6 +1,7 @@
 """A loop in a thread of its own: its end never cancels or hangs a caller."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -92,6 +93,16 @@ async def test_calls_that_come_with_the_end_are_answered() -> None:
             thread.tell(main.end.set)
             with suppress(LoopEndedError):
                 assert await thread.call(add, 1, 1) == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_callback_that_exits_leaves_nobody_waiting() -> None:
+    """SystemExit ends a loop at once, and a thread in silence."""
+    async with running() as (thread, _):
+        thread.tell(sys.exit)
+        with pytest.raises(LoopEndedError):
+            await thread.call(asyncio.Event().wait)
+        await thread.wait_gone()
 
 
 async def test_main_can_be_cancelled() -> None:

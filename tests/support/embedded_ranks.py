@@ -1,11 +1,13 @@
 """A trainer's rank, for torchrun: `python embedded_ranks.py SCENARIO`. Prints what it saw."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,47 @@ async def leaves_by_an_error(culprit: int) -> None:
         say("own error")
 
 
+async def leaves_within_a_phase() -> None:
+    """A peer's program raises in a phase that its leader does not leave by itself."""
+    try:
+        async with AsyncEngine(config(tensor_parallel_size=2)) as engine, engine.active():
+            if RANK == 1:
+                raise ZeroDivisionError("mine")
+            while True:
+                await engine.generate(ROWS[0]["prompt_ids"], ENDLESS).collect()
+    except ReplicaFailedError as error:
+        say(f"told: {error}")
+    except ZeroDivisionError:
+        say("own error")
+
+
+async def failures_in_a_row() -> None:
+    """Engines that fail, in one process after the other, leave nothing; the next one works."""
+    await leaves_by_an_error(1)
+    before = open_files()
+    for _ in range(3):
+        await leaves_within_a_phase()
+    gc.collect()
+    say(f"left: {open_files() - before}, {[thread.name for thread in threading.enumerate()][1:]}")
+    async with AsyncEngine(config(tensor_parallel_size=2)) as engine:
+        async with engine.active():
+            if engine.is_leader:
+                await check_answers(engine)
+        if engine.is_leader:
+            try:
+                async with engine.active():
+                    say("never")
+            except EngineError as error:
+                say(f"alone: {error}")
+    train_step()
+
+
+def open_files() -> Counter[str]:
+    """By kind: sockets, memory, event descriptors."""
+    links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    return Counter(str(link.readlink()).partition(":[")[0] for link in links if link.is_symlink())
+
+
 async def late() -> None:
     """A rank that does not enter a phase is named, and may come later."""
     async with AsyncEngine(config(tensor_parallel_size=2)) as engine:
@@ -166,6 +209,7 @@ SCENARIOS = {
     "loss": loss,
     "leader_leaves": lambda: leaves_by_an_error(0),
     "peer_leaves": lambda: leaves_by_an_error(1),
+    "failures": failures_in_a_row,
     "late": late,
 }
 
