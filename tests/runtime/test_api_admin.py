@@ -152,7 +152,7 @@ async def test_the_end_of_a_drain_ends_calls_with_an_error() -> None:
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(served.post(RPC, {"method": "m"}, headers=HEADERS))
             await served.leader.next(ReplicaCall)
-            served.front_end.end_streams("the server is shutting down")
+            served.front_end.end_calls("the server is shutting down")
         assert asking.result().status == 503
         assert "shutting down" in asking.result().error["message"]
 
