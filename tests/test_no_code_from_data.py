@@ -65,6 +65,7 @@ IMPORTERS = {
     "aioengine/cli/layout.py": "its part that needs torch",
     "aioengine/dist/shared_memory.py": "the kernels",
     "aioengine/engine/executor_backend.py": "the module that a flag names",
+    "aioengine/layers/attention.py": "the backend of the CPU, which needs numba",
     "aioengine/rpc.py": "the module of a function that the program around the engine has passed",
 }
 """Who imports a module when it runs, and which."""
