@@ -15,7 +15,8 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import Iterable
+import socket
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -113,11 +114,75 @@ async def verify(connection: Connection, key: bytes) -> Hello:
     return hello
 
 
-class Listener:
-    """The control port of rank 0 or of a leader: accepts each expected (role, rank) once.
+class ControlPort:
+    """A port that takes whoever proves to be of this attempt and is admitted.
 
-    Anything else is dropped with a log line and does no harm. Tasks belong to `tasks`.
+    Anything else is dropped with a log line and does no harm. `admit` raises HandshakeError for a
+    guest that is not to come in; `on_guest` gets the others. Tasks belong to `tasks`.
     """
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        key: bytes,
+        *,
+        max_frame_bytes: int,
+        admit: Callable[[Hello], None],
+        on_guest: Callable[[Hello, Connection], None],
+    ) -> None:
+        """`max_frame_bytes` is for what guests send once they are in."""
+        self._tasks = tasks
+        self._key = key
+        self._max_frame_bytes = max_frame_bytes
+        self._admit = admit
+        self._on_guest = on_guest
+        self._server: asyncio.Server | None = None
+        self._unproven: set[Connection] = set()
+
+    async def open(self, host: str) -> Endpoint:
+        """Listen on any free port of `host`. Raises OSError when that is no address here."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._new_connection, host, 0)
+        return Endpoint(host, self._server.sockets[0].getsockname()[1])
+
+    async def open_on(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._new_connection, sock=listening)
+
+    def close(self) -> None:
+        """Stop listening and end what has not proved itself; guests stay."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._unproven:
+            connection.abort()
+
+    def _new_connection(self) -> Connection:
+        return Connection(MAX_HANDSHAKE_FRAME_BYTES, self._on_open)
+
+    def _on_open(self, connection: Connection) -> None:
+        self._unproven.add(connection)
+        self._tasks.create_task(self._accept(connection), name=f"handshake {connection.peer}")
+
+    async def _accept(self, connection: Connection) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                hello = await verify(connection, self._key)
+            self._admit(hello)
+        except (HandshakeError, TimeoutError) as error:
+            reason = str(error) or f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s"
+            log.warning("dropped a control connection from %s: %s", connection.peer, reason)
+            connection.send(Refused(reason))
+            connection.close()
+            return
+        finally:
+            self._unproven.discard(connection)
+        connection.max_frame_bytes = self._max_frame_bytes
+        connection.send(Welcome())
+        self._on_guest(hello, connection)
+
+
+class Listener:
+    """The control port of rank 0 or of a leader: accepts each expected (role, rank) once."""
 
     def __init__(
         self,
@@ -126,30 +191,27 @@ class Listener:
         expected: Iterable[tuple[Role, int]],
         max_frame_bytes: int,
     ) -> None:
-        self._tasks = tasks
-        self._key = key
-        self._max_frame_bytes = max_frame_bytes
         loop = asyncio.get_running_loop()
         self._accepted: dict[tuple[Role, int], asyncio.Future[Connection]] = {
             seat: loop.create_future() for seat in expected
         }
-        self._server: asyncio.Server | None = None
-        self._unproven: set[Connection] = set()
+        self._port = ControlPort(
+            tasks, key, max_frame_bytes=max_frame_bytes, admit=self._admit, on_guest=self._seat
+        )
 
     async def open(self, host: str) -> Endpoint:
         """Listen on any free port of `host`. Raises StartupError when that is no address here."""
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                lambda: Connection(MAX_HANDSHAKE_FRAME_BYTES, self._on_open), host, 0
-            )
+            endpoint = await self._port.open(host)
         except OSError as error:
             raise StartupError(
                 f"cannot listen on {host} for the other ranks ({error}); --host-ip chooses the "
                 "address"
             ) from None
-        port = self._server.sockets[0].getsockname()[1]
-        log.info("control port %s:%d expects %d connections", host, port, len(self._accepted))
-        return Endpoint(host, port)
+        log.info(
+            "control port %s:%d expects %d connections", host, endpoint.port, len(self._accepted)
+        )
+        return endpoint
 
     async def wait_accepted(self, role: Role, rank: int) -> Connection:
         return await asyncio.shield(self._accepted[role, rank])
@@ -168,35 +230,13 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and end what has not proved itself; accepted connections stay."""
-        if self._server is not None:
-            self._server.close()
-        for connection in self._unproven:
-            connection.abort()
+        self._port.close()
 
-    def _on_open(self, connection: Connection) -> None:
-        self._unproven.add(connection)
-        self._tasks.create_task(self._accept(connection), name=f"handshake {connection.peer}")
-
-    async def _accept(self, connection: Connection) -> None:
-        try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                hello = await self._verify(connection)
-        except (HandshakeError, TimeoutError) as error:
-            reason = str(error) or f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s"
-            log.warning("dropped a control connection from %s: %s", connection.peer, reason)
-            connection.send(Refused(reason))
-            connection.close()
-            return
-        finally:
-            self._unproven.discard(connection)
-        connection.max_frame_bytes = self._max_frame_bytes
-        connection.send(Welcome())
-        self._accepted[hello.role, hello.rank].set_result(connection)
-
-    async def _verify(self, connection: Connection) -> Hello:
-        hello = await verify(connection, self._key)
+    def _admit(self, hello: Hello) -> None:
         seat = self._accepted.get((hello.role, hello.rank))
         if seat is None or seat.done():
             known = "is here already" if seat is not None else "is not expected"
             raise HandshakeError(f"rank {hello.rank} as {hello.role} {known}")
-        return hello
+
+    def _seat(self, hello: Hello, connection: Connection) -> None:
+        self._accepted[hello.role, hello.rank].set_result(connection)

@@ -12,16 +12,12 @@ from collections.abc import Callable, Collection
 from typing import Final, assert_never
 
 from aioengine.control.channel import Connection
-from aioengine.control.handshake import verify
+from aioengine.control.handshake import ControlPort
 from aioengine.control.loop_watch import LoopWatch
 from aioengine.control.stacks import stacks_of_threads
 from aioengine.errors import HandshakeError, StartupError
-from aioengine.limits import (
-    HANDSHAKE_TIMEOUT_S,
-    MAX_HANDSHAKE_FRAME_BYTES,
-    MAX_TRACE_QUESTION_BYTES,
-)
-from aioengine.messages import Endpoint, Refused, Welcome
+from aioengine.limits import MAX_TRACE_QUESTION_BYTES
+from aioengine.messages import Endpoint, Hello
 from aioengine.trace_messages import AskStacks, AskState, RankStacks, RankState, TraceQuestion
 
 log = logging.getLogger(__name__)
@@ -49,6 +45,7 @@ class TraceThread:
         self._is_up = threading.Event()
         self._own_loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
+        self._connections: set[Connection] = set()
 
     def start(
         self,
@@ -83,36 +80,27 @@ class TraceThread:
         self._own_loop = asyncio.get_running_loop()
         self._is_up.set()
         async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            self._connections: set[Connection] = set()
-            server = await self._own_loop.create_server(
-                lambda: Connection(MAX_HANDSHAKE_FRAME_BYTES, self._on_open), sock=self._socket
+            port = ControlPort(
+                tasks,
+                self._key,
+                max_frame_bytes=MAX_TRACE_QUESTION_BYTES,
+                admit=self._admit,
+                on_guest=self._on_guest,
             )
+            await port.open_on(self._socket)
             watching = tasks.create_task(self._watch.run(), name="watch the loop")
             await self._stop.wait()
-            server.close()
+            port.close()
             watching.cancel()
             for connection in list(self._connections):
                 connection.abort()
 
-    def _on_open(self, connection: Connection) -> None:
-        self._connections.add(connection)
-        self._tasks.create_task(self._accept(connection), name=f"trace {connection.peer}")
+    def _admit(self, hello: Hello) -> None:
+        if hello.role != "trace" or hello.rank not in self._askers:
+            raise HandshakeError(f"rank {hello.rank} as {hello.role} is not expected")
 
-    async def _accept(self, connection: Connection) -> None:
-        try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                hello = await verify(connection, self._key)
-            if hello.role != "trace" or hello.rank not in self._askers:
-                raise HandshakeError(f"rank {hello.rank} as {hello.role} is not expected")
-        except (HandshakeError, TimeoutError) as error:
-            reason = str(error) or f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s"
-            log.warning("dropped a trace connection from %s: %s", connection.peer, reason)
-            connection.send(Refused(reason))
-            self._forget(connection)
-            return
-        connection.max_frame_bytes = MAX_TRACE_QUESTION_BYTES
-        connection.send(Welcome())
+    def _on_guest(self, hello: Hello, connection: Connection) -> None:
+        self._connections.add(connection)
         connection.start(
             TraceQuestion,
             lambda question: self._answer(connection, question),

@@ -11,7 +11,7 @@ import msgspec
 
 from aioengine.control.channel import Connection
 from aioengine.control.handshake import NONCE_BYTES, prove
-from aioengine.doctor.meeting import Reception
+from aioengine.doctor.meeting import reception
 from aioengine.doctor.messages import MAX_FRAME_BYTES, Cell, Target
 from aioengine.errors import HandshakeError
 from aioengine.limits import MAX_HANDSHAKE_FRAME_BYTES
@@ -63,7 +63,7 @@ class EchoDesk:
 
     def __init__(self, tasks: asyncio.TaskGroup, key: bytes, rank: int) -> None:
         self._rank = rank
-        self._reception = Reception(tasks, key, self._on_guest)
+        self._reception = reception(tasks, key, self._on_guest)
         self._open: set[Connection] = set()
 
     async def open(self, host: str) -> Endpoint:

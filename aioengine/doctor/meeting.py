@@ -18,11 +18,10 @@ import msgspec
 
 from aioengine.control.bootstrap import run_in_daemon_thread
 from aioengine.control.channel import Connection
-from aioengine.control.handshake import attempt_key, dial, verify
+from aioengine.control.handshake import ControlPort, attempt_key, dial
 from aioengine.doctor.messages import MAX_FRAME_BYTES, Facts
 from aioengine.errors import HandshakeError, RankLostError, StartupError, StartupTimeoutError
-from aioengine.limits import HANDSHAKE_TIMEOUT_S, MAX_HANDSHAKE_FRAME_BYTES
-from aioengine.messages import Endpoint, Hello, Refused, Welcome
+from aioengine.messages import Endpoint, Hello
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -213,51 +212,14 @@ async def next_record(store: Store, seen: bytes, rank: int, limit_s: float) -> b
     return found
 
 
-class Reception:
-    """A port of this process; hands over every connection that proves to be of this attempt.
-
-    Unlike `control.handshake.Listener` it expects nobody in particular, and lets a rank come
-    twice. Tasks belong to `tasks`.
-    """
-
-    def __init__(
-        self, tasks: asyncio.TaskGroup, key: bytes, on_guest: Callable[[Hello, Connection], None]
-    ) -> None:
-        self._tasks = tasks
-        self._key = key
-        self._on_guest = on_guest
-        self._server: asyncio.Server | None = None
-        self._unproven: set[Connection] = set()
-
-    async def open(self, host: str) -> Endpoint:
-        """Listen on any free port of `host`. Raises OSError when that is no address here."""
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(MAX_HANDSHAKE_FRAME_BYTES, self._on_open), host, 0
-        )
-        return Endpoint(host, self._server.sockets[0].getsockname()[1])
-
-    def close(self) -> None:
-        """Stop listening; guests stay."""
-        if self._server is not None:
-            self._server.close()
-        for connection in self._unproven:
-            connection.abort()
-
-    def _on_open(self, connection: Connection) -> None:
-        self._unproven.add(connection)
-        self._tasks.create_task(self._accept(connection), name=f"handshake {connection.peer}")
-
-    async def _accept(self, connection: Connection) -> None:
-        try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                hello = await verify(connection, self._key)
-        except (HandshakeError, TimeoutError) as error:
-            log.info("dropped a connection from %s: %s", connection.peer, error)
-            connection.send(Refused(str(error)))
-            connection.close()
-            return
-        finally:
-            self._unproven.discard(connection)
-        connection.max_frame_bytes = MAX_FRAME_BYTES
-        connection.send(Welcome())
-        self._on_guest(hello, connection)
+def reception(
+    tasks: asyncio.TaskGroup, key: bytes, on_guest: Callable[[Hello, Connection], None]
+) -> ControlPort:
+    """A port that expects nobody in particular, and lets a rank come twice."""
+    return ControlPort(
+        tasks,
+        key,
+        max_frame_bytes=MAX_FRAME_BYTES,
+        admit=lambda hello: None,
+        on_guest=on_guest,
+    )

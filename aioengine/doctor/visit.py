@@ -19,7 +19,6 @@ from aioengine.doctor.examiner import AFTER_GATHERING_S, GOODBYE_LIMIT_S, Examin
 from aioengine.doctor.host import gather_facts, resolve
 from aioengine.doctor.meeting import (
     Note,
-    Reception,
     Record,
     Store,
     ask,
@@ -28,6 +27,7 @@ from aioengine.doctor.meeting import (
     leave_verdict,
     next_record,
     reach,
+    reception,
     take_lead,
     wait_news,
     watch_notes,
@@ -144,9 +144,9 @@ class Visitor:
         attempt, secret = secrets.token_hex(8), env_secret or secrets.token_hex(32).encode()
         key = attempt_key(secret, attempt)
         examiner = Examiner(place.config, place.layout)
-        reception = Reception(tasks, key, examiner.guests.on_connection)
+        port = reception(tasks, key, examiner.guests.on_connection)
         try:
-            endpoint = await reception.open(place.address)
+            endpoint = await port.open(place.address)
         except OSError as error:
             raise StartupError(
                 f"rank 0 cannot listen on {place.address} ({error}); --host-ip chooses the address"
@@ -158,7 +158,7 @@ class Visitor:
             self._examiner = examiner
             return await self._examine(tasks, examiner, key, store, attempt)
         finally:
-            reception.close()
+            port.close()
 
     async def _examine(
         self,

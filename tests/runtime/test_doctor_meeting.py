@@ -18,7 +18,6 @@ from aioengine.doctor import meeting
 from aioengine.doctor.meeting import (
     RECORD_KEY,
     Note,
-    Reception,
     Record,
     ask,
     decode_record,
@@ -26,6 +25,7 @@ from aioengine.doctor.meeting import (
     leave_verdict,
     next_record,
     reach,
+    reception,
     take_lead,
     wait_news,
     watch_notes,
@@ -51,12 +51,12 @@ async def rank_0(attempt: str) -> AsyncIterator[tuple[Record, list[Hello]]]:
         connection.close()
 
     async with asyncio.TaskGroup() as tasks:
-        reception = Reception(tasks, attempt_key(SECRET, attempt), on_guest)
-        endpoint = await reception.open(HOST)
+        port = reception(tasks, attempt_key(SECRET, attempt), on_guest)
+        endpoint = await port.open(HOST)
         try:
             yield Record(endpoint, attempt, SECRET.decode()), hellos
         finally:
-            reception.close()
+            port.close()
 
 
 async def dead_record() -> Record:

@@ -118,7 +118,7 @@ async def test_who_may_not_ask_is_dropped(
         with pytest.raises(HandshakeError):
             await dial(member.trace, rank, role, key, 1000)
         await ask_stacks(member)
-    assert "dropped a trace connection from" in caplog.text
+    assert "dropped a control connection from" in caplog.text
 
 
 @pytest.mark.parametrize(
