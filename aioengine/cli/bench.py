@@ -5,6 +5,9 @@ from typing import Final
 from aioengine.cli.commands import Command
 
 COMMANDS: Final = {
+    "serve": Command(
+        "aioengine.cli.bench_serve", "load on a server, or on two by turns: rates and latencies"
+    ),
     "collectives": Command(
         "aioengine.cli.bench_collectives", "time collectives, backends side by side"
     ),
