@@ -9,7 +9,7 @@ import asyncio
 import ssl
 import time
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -116,8 +116,7 @@ class Connection(asyncio.Protocol):
     # --- what the loop calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()

@@ -26,7 +26,7 @@ TEXT: Final = (
 )
 WORDS: Final = TEXT.split()
 """Common ones: most tokenizers have each as one token."""
-PROBE_WORDS: Final = 200
+PROBE_WORDS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
