@@ -105,7 +105,7 @@ def _read_stream(answer: Answer, num_asked_tokens: int) -> Record:
     usage: dict[str, Any] = {}
     finish: int | None = None
     is_done, failure = False, ""
-    for index in range(last - 1, max(first, last - MAX_LAST_EVENTS) - 1, -1):
+    for index in range(last - 1, max(0, last - MAX_LAST_EVENTS) - 1, -1):
         event = _event(body, ends, index)
         if event is None:
             is_done = True
@@ -115,12 +115,13 @@ def _read_stream(answer: Answer, num_asked_tokens: int) -> Record:
             usage = usage or event.get("usage") or {}
             if any(choice.get("finish_reason") for choice in _choices(event)):
                 finish = index
-        if last == index + 1 and not _has_token(event):
+        if first < last == index + 1 and not _has_token(event):
             last = index
     num_tokens: int | None = usage.get("completion_tokens")
-    if finish == last and num_tokens is not None and num_tokens > last - first:
-        last += 1  # the last token had no text
-    token_s = [answer.read_s[bisect.bisect_left(answer.lengths, end)] for end in ends[first:last]]
+    with_tokens = ends[first:last]
+    if finish is not None and not first <= finish < last and len(with_tokens) < (num_tokens or 0):
+        with_tokens.append(ends[finish])  # the last token had no text
+    token_s = [answer.read_s[bisect.bisect_left(answer.lengths, end)] for end in with_tokens]
     if not failure and not is_done and finish is None:
         failure = f"{answer.broken or 'the stream ended early'}, after {len(token_s)} events"
     if not failure and not token_s:

@@ -195,6 +195,18 @@ async def test_an_end_without_a_token_is_none() -> None:
     assert (len(record.token_s), record.num_output_tokens) == (3, 3)
 
 
+async def test_a_single_token_without_text() -> None:
+    end = event({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
+    record = await ask_one(lambda asked: asked.send_stream(end, usage(1, 1), DONE))
+    assert (record.failure, len(record.token_s), record.num_output_tokens) == ("", 1, 1)
+
+
+async def test_an_error_may_be_all_that_comes() -> None:
+    error = event({"error": {"message": "no room"}})
+    record = await ask_one(lambda asked: asked.send_stream(error, DONE))
+    assert record.failure == "error event: no room"
+
+
 async def test_the_role_of_a_chat_is_no_token() -> None:
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{"content": text} for text in "abc"]
