@@ -60,6 +60,7 @@ ENVIRONMENT_FILES = (
     "aioengine/embedded/engine.py",
     "aioengine/cli/serve.py",
     "aioengine/cli/bench_collectives.py",
+    "aioengine/cli/bench_throughput.py",
     "aioengine/cli/doctor.py",
     "aioengine/cli/trace_server.py",
 )
