@@ -61,6 +61,7 @@ ENVIRONMENT_FILES = (
     "aioengine/cli/serve.py",
     "aioengine/cli/bench_collectives.py",
     "aioengine/cli/bench_throughput.py",
+    "aioengine/cli/bench_roofline.py",
     "aioengine/cli/doctor.py",
     "aioengine/cli/trace_server.py",
 )

@@ -122,7 +122,7 @@ class Connection(asyncio.Protocol):
         self._now = time.perf_counter()
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.is_reusable = False
             self._end(f"what came is no HTTP: {error}")
             self._transport.abort()

@@ -5,13 +5,13 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from aioengine.cli.bench_load import Span
-from aioengine.config import EngineConfig
+from aioengine.cli.bench_steps import Step
+from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.embedded.engine import AsyncEngine
 from aioengine.engine.executor import Executor, StepDone, StepFailed
 from aioengine.errors import innermost
@@ -24,7 +24,8 @@ WITHOUT_MEANING: Final = frozenset(
     {
         *("host", "port", "endpoint_file", "api_ranks", "api_key", "admin_api_key", "root_path"),
         *("metrics_require_key", "max_concurrent_requests", "served_model_name", "chat_template"),
-        *("shutdown_timeout", "walltime_margin", "kill_frozen", "log_dir", EXECUTOR),
+        *("shutdown_timeout", "walltime_margin", "kill_frozen", "log_dir", "log_level"),
+        EXECUTOR,
     }
 )
 """Settings of `aioengine serve` that an engine without HTTP and signals, or this module, has no
@@ -47,43 +48,14 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if model is not None:
         given["model"] = model
     config = config_from(given)
+    refuse_unsupported(config)
+    if config.distributed_executor_backend != "auto":
+        raise ValueError("--config: distributed_executor_backend: this command brings its own")
     recorder = f"{__name__}:{RecordingExecutor.__name__}"
     return msgspec.structs.replace(config, **{EXECUTOR: recorder})
 
 
 # --- steps ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one step computed."""
-
-    ended_s: float
-    """When its result was here; `time.perf_counter()`."""
-    num_requests: int
-    num_tokens: int
-    num_sampled: int
-    num_kv_tokens: int
-    """Whose keys and values attention reads, of all requests, with those that the step writes."""
-    num_pairs: int
-    """Of a query and a key that it may see."""
-
-    @classmethod
-    def of(cls, ended_s: float, plan: StepPlan) -> "Step":
-        spans = [(step.start, len(step.token_ids)) for step in plan.steps]
-        return cls(
-            ended_s,
-            num_requests=len(plan.steps),
-            num_tokens=sum(length for _, length in spans),
-            num_sampled=sum(step.sample for step in plan.steps),
-            num_kv_tokens=sum(start + length for start, length in spans),
-            num_pairs=sum(start * length + length * (length + 1) // 2 for start, length in spans),
-        )
-
-    @property
-    def is_decode(self) -> bool:
-        """One token for each request."""
-        return self.num_tokens == self.num_requests
 
 
 _finished: list[tuple[float, StepPlan]] = []

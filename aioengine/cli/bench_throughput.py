@@ -27,13 +27,13 @@ from rich.table import Table
 
 from aioengine.cli.bench_load import Span
 from aioengine.cli.bench_offline import (
-    Step,
     add_engine_flags,
     engine_config,
     generate_all,
     random_prompts,
     take_steps,
 )
+from aioengine.cli.bench_steps import Step
 from aioengine.cli.local_ranks import end_with_parent, run_ranks
 from aioengine.cli.serve import to_argv
 from aioengine.config import EngineConfig
@@ -44,6 +44,8 @@ from aioengine.flags import CommandParser
 
 PROG: Final = "aioengine bench throughput"
 SHUTDOWN_TIMEOUT_S: Final = 10
+PIPED_WIDTH: Final = 160
+"""Columns where no terminal says how many there are."""
 NUM_WARM_UP, WARM_UP_TOKENS = 4, 8
 """Prompts of the shortest length, and tokens for each."""
 
@@ -225,7 +227,8 @@ def _step_figures(timed: Sequence[tuple[Step, float]]) -> StepFigures:
 
 
 def print_tables(plan: Plan, result: Result) -> None:
-    console = Console(markup=False, highlight=False)
+    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    console = Console(width=width, markup=False, highlight=False)
     console.print(
         f"{plan.num_prompts} prompts, {result.num_input_tokens:,} tokens in and "
         f"{result.num_output_tokens:,} out, in {result.wall_s:.2f} s\n"
