@@ -51,9 +51,7 @@ def configure(parser: CommandParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--url", required=True, help="such as http://127.0.0.1:8000")
     server.add_argument("--vs", metavar="URL", help="a second server, to take turns with the first")
-    server.add_argument(
-        "--model", metavar="NAME", help="of both [the first of each one's /v1/models]"
-    )
+    server.add_argument("--model", metavar="NAME", help="of both servers [what /v1/models says]")
     server.add_argument("--api-key", metavar="KEY", help="sent as Bearer token")
     server.add_argument("--chat", action="store_true", default=False, help="chat completions")
     server.add_argument(

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +304,24 @@ async def test_a_server_that_cannot_be_measured_is_an_error() -> None:
             await measure(plan_of("--url", server.url))
         with pytest.raises(EngineError, match="HTTP 400: no ids"):
             await measure(plan_of("--url", server.url, "--text"))
+
+
+async def test_ctrl_c_ends_it() -> None:
+    is_asked = asyncio.Event()
+
+    async def hang(asked: Asked) -> None:
+        is_asked.set()
+
+    async with scripted_server(hang) as server:
+        command = ["-m", "aioengine.cli", "bench", "serve", "--url", server.url]
+        bench = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stderr=asyncio.subprocess.PIPE
+        )
+        await is_asked.wait()
+        bench.send_signal(signal.SIGINT)
+        _, stderr = await bench.communicate()
+    assert bench.returncode == 130
+    assert stderr.decode() == "aioengine bench serve: interrupted\n"
 
 
 # --- the command line ----------------------------------------------------------------------------
