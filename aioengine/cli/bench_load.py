@@ -177,6 +177,10 @@ async def _with_text_measured(server: Server, work: Workload) -> Server:
         if record.num_prompt_tokens is None:
             return server
         counts.append(record.num_prompt_tokens)
+    if counts[0] >= counts[1]:
+        raise EngineError(
+            f"{PROBE_WORDS} words count as no more tokens than half as many: {counts}"
+        )
     return Server(server.client, server.model, (counts[1] - counts[0]) / (PROBE_WORDS // 2))
 
 

@@ -132,13 +132,15 @@ async def test_two_servers_take_turns(capsys: pytest.CaptureFixture[str]) -> Non
         scripted_server(named("b"), "mb") as b,
     ):
         line = ["--url", a.url, "--vs", f"{b.url}/v1/", "--rounds", "3", "--num-requests", "2"]
-        plan = plan_of(*line, "--concurrency", "1")
+        plan = plan_of(*line, "--concurrency", "1", "--input-len", "4-400")
         servers, rounds = await measure(plan)
     assert "".join(order) == "abaabbbbaaaabb"  # warm-up, then rounds
     assert [server.model for server in servers] == ["ma", "mb"]
     bodies = [asked.body for asked in a.asked[1:] + b.asked[1:]]
     prompts = {tuple(body["prompt"]) for body in bodies}
     assert len(prompts) == len(bodies) == 12
+    lengths = [[len(asked.body["prompt"]) for asked in each.asked] for each in (a, b)]
+    assert lengths[0] == lengths[1]
     for server, each in zip(servers, rounds, strict=True):
         print_summary(server, summarize(each), 3)
     print_comparison(servers, rounds)
