@@ -1,5 +1,7 @@
 """What steps move and compute, and what share of the limits that is."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from support.replicas import MODEL
@@ -103,6 +105,15 @@ def machine(bytes_per_s: float, flops_per_s: float, weight_bytes_per_s: float) -
         for dtype, factor in (("bfloat16", 2), ("float32", 1))
     )
     return Machine(reads, rates)
+
+
+def test_half_a_type_may_be_computed_in_float32_but_not_the_other_way() -> None:
+    rates = (MatmulRate("bfloat16", 32, 5, 1), MatmulRate("float32", 32, 7, 1))
+    found = replace(machine(10, 7, 5), matmuls=rates)
+    assert found.limits(BFLOAT16, 1).flops_per_s == 7
+    found = replace(found, matmuls=(replace(rates[0], flops_per_s=9), rates[1]))
+    assert found.limits(BFLOAT16, 1).flops_per_s == 9
+    assert found.limits(replace(BFLOAT16, dtype="float32"), 1).flops_per_s == 7
 
 
 def test_limits_are_the_best_that_was_seen() -> None:
