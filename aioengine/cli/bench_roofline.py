@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-import torch
 import uvloop
 
 from aioengine.checkpoint.source import read_model_config, resolve_model
@@ -29,7 +28,13 @@ from aioengine.cli.bench_offline import (
     random_prompts,
     take_steps,
 )
-from aioengine.cli.bench_roofline_machine import DTYPES, MEMORY_BYTES, Machine, measure_machine
+from aioengine.cli.bench_roofline_machine import (
+    DTYPES,
+    MEMORY_BYTES,
+    USUAL_DTYPES,
+    Machine,
+    measure_machine,
+)
 from aioengine.cli.bench_roofline_report import Report, print_report, to_json
 from aioengine.cli.bench_roofline_work import Model, Phase, judge
 from aioengine.cli.bench_steps import Step, full_decodes
@@ -117,7 +122,7 @@ def read_model(config: EngineConfig) -> Model:
     """Reads no tensor. Raises ValueError or StartupError as a launch would."""
     cfg = read_model_config(resolve_model(config.model, config.startup_timeout_seconds))
     dtype_name = cfg.dtype if config.dtype == "auto" else config.dtype
-    dtype: torch.dtype = getattr(torch, dtype_name)
+    dtype = DTYPES[dtype_name]
     plan = stage_plan(cfg, split_layers(cfg.num_layers, 1, None), 0, 1, dtype)
     only_looked_up = 0 if cfg.tie_word_embeddings else cfg.vocab_size * cfg.hidden_size
     return Model(
@@ -129,7 +134,7 @@ def read_model(config: EngineConfig) -> Model:
 
 
 def _measure_machine(model: Model, num_threads: int) -> Machine:
-    dtypes = tuple(dict.fromkeys((*DTYPES, model.dtype)))
+    dtypes = tuple(dict.fromkeys((*USUAL_DTYPES, model.dtype)))
     return measure_machine(model.cfg, (model.read_bytes, MEMORY_BYTES), num_threads, dtypes)
 
 

@@ -28,7 +28,12 @@ from aioengine.model_config import ModelConfig
 
 MEMORY_BYTES: Final = 1 << 30
 """More than any cache holds."""
-DTYPES: Final = ("bfloat16", "float32")
+DTYPES: Final = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+}
+USUAL_DTYPES: Final = ("bfloat16", "float32")
 ROWS: Final = (1, 8, 32, 128, 2048)
 MAX_WEIGHT_BYTES: Final = 512 << 20
 """Of the matrices that products go through by turns: few rows read memory then, as in a model."""
@@ -93,7 +98,7 @@ def measure_machine(
     cfg: ModelConfig,
     sizes: Iterable[int],
     num_threads: int,
-    dtypes: Sequence[str] = DTYPES,
+    dtypes: Sequence[str] = USUAL_DTYPES,
     rows: Sequence[int] = ROWS,
 ) -> Machine:
     """`sizes` are the bytes to read, MEMORY_BYTES at most; `num_threads` must be torch's, too."""
@@ -140,7 +145,7 @@ def _read_s(parts: Sequence[np.ndarray], num_passes: int) -> float:
 @torch.inference_mode()
 def measure_matmuls(cfg: ModelConfig, dtype_name: str, rows: Sequence[int]) -> list[MatmulRate]:
     """Through torch, as a model without kernels of its own computes."""
-    dtype: torch.dtype = getattr(torch, dtype_name)
+    dtype = DTYPES[dtype_name]
     linears = layer_linears(cfg)
     layer_bytes = sum(linear.num_weights for linear in linears) * dtype.itemsize
     num_layers = max(1, min(cfg.num_layers, MAX_WEIGHT_BYTES // layer_bytes))
