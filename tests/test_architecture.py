@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "embedded": "root dist control engine frontend rank asyncio msgspec uvloop",
     "doctor": "root dist worker control engine rank asyncio msgspec torch rich",
     "cli": "root core checkpoint dist layers models weights worker control engine frontend api "
-    "rank doctor asyncio msgspec numpy torch rich uvloop setproctitle",
+    "rank doctor embedded asyncio msgspec numpy torch numba rich uvloop setproctitle httptools "
+    "matplotlib",
     "launch": "root core checkpoint dist worker control rank asyncio msgspec uvloop setproctitle",
 }
 GUARDED = {"asyncio"}
@@ -59,6 +60,8 @@ ENVIRONMENT_FILES = (
     "aioengine/embedded/engine.py",
     "aioengine/cli/serve.py",
     "aioengine/cli/bench_collectives.py",
+    "aioengine/cli/bench_throughput.py",
+    "aioengine/cli/bench_roofline.py",
     "aioengine/cli/doctor.py",
     "aioengine/cli/trace_server.py",
 )

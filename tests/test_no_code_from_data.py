@@ -61,6 +61,7 @@ ATTRIBUTES = {
 IMPORTERS = {
     "aioengine/__init__.py": "AsyncEngine",
     "aioengine/checkpoint/hub.py": "huggingface_hub",
+    "aioengine/cli/bench_serve.py": "its part that draws, which needs an extra",
     "aioengine/cli/commands.py": "our own commands",
     "aioengine/cli/layout.py": "its part that needs torch",
     "aioengine/dist/shared_memory.py": "the kernels",

@@ -5,6 +5,15 @@ from typing import Final
 from aioengine.cli.commands import Command
 
 COMMANDS: Final = {
+    "serve": Command(
+        "aioengine.cli.bench_serve", "load on a server, or on two by turns: rates and latencies"
+    ),
+    "throughput": Command(
+        "aioengine.cli.bench_throughput", "many prompts at once, without HTTP: tokens/s, steps"
+    ),
+    "roofline": Command(
+        "aioengine.cli.bench_roofline", "this machine's limits, and what share the engine reaches"
+    ),
     "collectives": Command(
         "aioengine.cli.bench_collectives", "time collectives, backends side by side"
     ),

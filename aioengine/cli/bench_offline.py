@@ -1,0 +1,112 @@
+"""An engine in this process for measurements: prompts in, and a record of every step."""
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from aioengine.cli.bench_load import Span
+from aioengine.cli.bench_steps import Step
+from aioengine.config import EngineConfig, refuse_unsupported
+from aioengine.embedded.engine import AsyncEngine
+from aioengine.engine.executor import Executor, StepDone, StepFailed
+from aioengine.errors import innermost
+from aioengine.flags import CommandParser, add_flags, config_from
+from aioengine.frontend.sampling import SamplingParams
+from aioengine.messages import StepPlan
+
+EXECUTOR: Final = "distributed_executor_backend"
+WITHOUT_MEANING: Final = frozenset(
+    {
+        *("host", "port", "endpoint_file", "api_ranks", "api_key", "admin_api_key", "root_path"),
+        *("metrics_require_key", "max_concurrent_requests", "served_model_name", "chat_template"),
+        *("shutdown_timeout", "walltime_margin", "kill_frozen", "log_dir", "log_level"),
+        EXECUTOR,
+    }
+)
+"""Settings of `aioengine serve` that an engine without HTTP and signals, or this module, has no
+use for."""
+
+
+def add_engine_flags(parser: CommandParser, without: frozenset[str] = frozenset()) -> None:
+    """MODEL, and the settings that mean something offline."""
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="Same as --model.")
+    fields = set(EngineConfig.__struct_fields__) - WITHOUT_MEANING - without
+    add_flags(parser, only=fields)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Of parsed flags; steps are recorded. Raises ValueError that names the flag."""
+    given = dict(vars(args))
+    model = given.pop("model_argument", None)
+    if model is not None and "model" in given:
+        raise ValueError(f"--model {given['model']} and MODEL {model} are both given")
+    if model is not None:
+        given["model"] = model
+    config = config_from(given)
+    refuse_unsupported(config)
+    if config.distributed_executor_backend != "auto":
+        raise ValueError("--config: distributed_executor_backend: this command brings its own")
+    recorder = f"{__name__}:{RecordingExecutor.__name__}"
+    return msgspec.structs.replace(config, **{EXECUTOR: recorder})
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+_finished: list[tuple[float, StepPlan]] = []
+"""Of the one engine in this process: the flag names a class, so there is no one to hand it to."""
+
+
+class RecordingExecutor(Executor):
+    """Ours; notes when each plan's result came."""
+
+    def __init__(self, *, on_step: Any, **parts: Any) -> None:
+        def note(step: StepDone | StepFailed) -> None:
+            _finished.append((time.perf_counter(), step.plan))
+            on_step(step)
+
+        super().__init__(on_step=note, **parts)
+
+
+def take_steps() -> list[Step]:
+    """Those that have ended since the last call. On the leader."""
+    steps = [Step.of(ended_s, plan) for ended_s, plan in _finished]
+    _finished.clear()
+    return steps
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def random_prompts(seed: int, prompt_ids: Span, lengths: Sequence[int]) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[prompt_ids.draw(draw) for _ in range(length)] for length in lengths]
+
+
+async def generate_all(
+    engine: AsyncEngine, prompts: Sequence[Sequence[int]], output_lens: Sequence[int]
+) -> int:
+    """Greedy answers of exactly these lengths, all at once; how many tokens came. In a phase.
+
+    Raises the first error as it is.
+    """
+
+    async def answer(prompt: Sequence[int], length: int) -> int:
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        (update,) = await engine.generate(prompt, params).collect()
+        return len(update.token_ids)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(answer(prompt, length))
+                for prompt, length in zip(prompts, output_lens, strict=True)
+            ]
+    except ExceptionGroup as group:
+        raise innermost(group) from None
+    return sum(task.result() for task in asked)
