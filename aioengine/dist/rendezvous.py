@@ -63,8 +63,11 @@ class LauncherStore:
             ) from None
 
 
-def open_launcher_store(env: LauncherEnv, timeout_s: float) -> LauncherStore:
-    """The launch's store, served by this process if that is rank 0's part. Blocks until it answers.
+def open_launcher_store(
+    env: LauncherEnv, timeout_s: float, may_serve: bool = True
+) -> LauncherStore:
+    """The launch's store, served by this process if that is rank 0's part (and it may). Blocks
+    until it answers.
 
     In a trainer's world it is the store on which that was made; StartupError when that is not the
     world of the launch.
@@ -79,7 +82,8 @@ def open_launcher_store(env: LauncherEnv, timeout_s: float) -> LauncherStore:
         return LauncherStore(trainers, "torch.distributed's own")
     deadline = time.monotonic() + timeout_s
     host, listener = env.master_addr, None
-    if env.hosts_store:
+    serves = env.hosts_store and may_serve
+    if serves:
         host, listener = LOOPBACK, _listen(env)
     try:
         if listener is None:
@@ -87,7 +91,7 @@ def open_launcher_store(env: LauncherEnv, timeout_s: float) -> LauncherStore:
         store = TCPStore(
             host,
             env.master_port,
-            is_master=env.hosts_store,
+            is_master=serves,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             master_listen_fd=None if listener is None else listener.detach(),

@@ -1,7 +1,6 @@
 """One process's part in an examination, from the launcher's store to the exit status."""
 
 import asyncio
-import dataclasses
 import logging
 import secrets
 import signal
@@ -126,9 +125,8 @@ class Visitor:
                 return await run_in_daemon_thread(open_launcher_store, env, limit_s)
             except StartupError as error:
                 log.info("%s", error)  # another rank 0 of this host may serve the store already
-        as_client = dataclasses.replace(env, agent_hosts_store=True)
         try:
-            return await run_in_daemon_thread(open_launcher_store, as_client, limit_s)
+            return await run_in_daemon_thread(open_launcher_store, env, limit_s, False)
         except StartupError as error:
             addresses = await run_in_daemon_thread(resolve, env.master_addr)
             raise StartupError(
