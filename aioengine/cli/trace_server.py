@@ -4,10 +4,12 @@ import argparse
 import http.client
 import json
 import os
+import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from aioengine.flags import CommandParser
 
@@ -27,6 +29,22 @@ def configure(parser: CommandParser) -> None:
     where.add_argument("--endpoint-file", help="The file that the server wrote its URL to.")
     parser.add_argument("--admin-api-key", help=f"That of the server [{KEY_VARIABLE}].")
     parser.add_argument("--json", action="store_true", help="What the server says, as it is.")
+
+
+def show(
+    args: argparse.Namespace, what: str, print_answer: Callable[[dict[str, Any], TextIO], None]
+) -> int:
+    """One of the two commands, `stacks` or `state`; its exit status."""
+    try:
+        answer = fetch(args, f"/trace/{what}")
+    except (ValueError, UnreachableError) as error:
+        print(f"aioengine trace {what}: error: {error}", file=sys.stderr)
+        return 1
+    if getattr(args, "json", False):
+        print(json.dumps(answer, indent=2))
+    else:
+        print_answer(answer, sys.stdout)
+    return 0
 
 
 def fetch(args: argparse.Namespace, path: str) -> Any:

@@ -4,29 +4,18 @@ The server must have been started with --admin-api-key.
 """
 
 import argparse
-import json
-import sys
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from aioengine.cli.trace_server import UnreachableError, configure, fetch
+from aioengine.cli.trace_server import configure, show
 
 __all__ = ["configure", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        answer = fetch(args, "/trace/stacks")
-    except (ValueError, UnreachableError) as error:
-        print(f"aioengine trace stacks: error: {error}", file=sys.stderr)
-        return 1
-    if getattr(args, "json", False):
-        print(json.dumps(answer, indent=2))
-    else:
-        print_stacks(answer, sys.stdout)
-    return 0
+    return show(args, "stacks", print_stacks)
 
 
 def print_stacks(answer: dict[str, Any], out: TextIO) -> None:

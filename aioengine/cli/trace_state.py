@@ -5,8 +5,6 @@ started with --admin-api-key.
 """
 
 import argparse
-import json
-import sys
 from collections.abc import Callable
 from typing import Any, Final, TextIO
 
@@ -14,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from aioengine.cli.trace_server import UnreachableError, configure, fetch
+from aioengine.cli.trace_server import configure, show
 
 __all__ = ["configure", "run"]
 
@@ -39,16 +37,7 @@ COLUMNS: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        answer = fetch(args, "/trace/state")
-    except (ValueError, UnreachableError) as error:
-        print(f"aioengine trace state: error: {error}", file=sys.stderr)
-        return 1
-    if getattr(args, "json", False):
-        print(json.dumps(answer, indent=2))
-    else:
-        print_state(answer, sys.stdout)
-    return 0
+    return show(args, "state", print_state)
 
 
 def print_state(answer: dict[str, Any], out: TextIO) -> None:
