@@ -106,14 +106,20 @@ class EngineHost:
         place, model, source = find_model(self._place)
         self._place = place
         log.info("rank %d: the engine joins as %s", place.rank, place.info.coords)
-        links = await join_launch(place, model)
-        device = DeviceThread(asyncio.get_running_loop())
-        self._watch = new_watch(place, links)
-        self._watch.pause()
-        self._watch.failed.add_done_callback(self._tell_program)
-        self.engine = new_engine(place, model, source, links, self._watch, device, is_embedded=True)
-        text = TextPool()
-        try:
+        with contextlib.ExitStack() as stack:
+            device = DeviceThread(asyncio.get_running_loop())
+            stack.callback(device.close)
+            links = await join_launch(place, model)
+            stack.callback(links.close)
+            self._watch = new_watch(place, links)
+            self._watch.pause()
+            self._watch.failed.add_done_callback(self._tell_program)
+            self.engine = new_engine(
+                place, model, source, links, self._watch, device, is_embedded=True
+            )
+            stack.callback(self.engine.abandon)
+            text = TextPool()
+            stack.callback(text.close)
             async with asyncio.TaskGroup() as tasks:
                 running = tasks.create_task(self.engine.run(), name="engine")
                 leaving = tasks.create_task(self._end_when_left(), name="leaving")
@@ -135,11 +141,6 @@ class EngineHost:
                 if self.requests is not None:
                     self.requests.end_all("the engine is closed")
                 return failure
-        finally:
-            text.close()
-            links.close()
-            self.engine.abandon()
-            device.close()
 
     async def _end_when_left(self) -> None:
         await self._may_end.wait()
