@@ -27,7 +27,9 @@ ENDLESS = SamplingParams(temperature=0, ignore_eos=True)
 
 
 def say(text: str) -> None:
-    print(f"[program {RANK}] {text}", flush=True)
+    """One write a line: the ranks share a pipe, and print() writes an unbuffered line's end apart."""
+    sys.stdout.write(f"[program {RANK}] {text}\n")
+    sys.stdout.flush()
 
 
 def config(**settings: Any) -> EngineConfig:
