@@ -27,7 +27,7 @@ ENDLESS = SamplingParams(temperature=0, ignore_eos=True)
 
 
 def say(text: str) -> None:
-    """One write a line: the ranks share a pipe, and print() writes an unbuffered line's end apart."""
+    """In one write, as the ranks share a pipe: print() writes an unbuffered line's end apart."""
     sys.stdout.write(f"[program {RANK}] {text}\n")
     sys.stdout.flush()
 
