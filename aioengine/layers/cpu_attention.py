@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.layers import attention_kernels as kernels
+from aioengine.kernels import attention as kernels
+from aioengine.kernels import codegen
 from aioengine.layers.forward_batch import LayerCache, PagedInputs
 from aioengine.layers.prefill import attend_prefill, causal_mask
 
-CARRIERS: Final = {
-    torch.float32: np.empty(0, np.float32),
-    torch.bfloat16: np.empty(0, np.int16),
-    torch.float16: np.empty(0, np.int8),
+KINDS: Final = {
+    torch.float32: codegen.FLOAT32,
+    torch.bfloat16: codegen.BFLOAT16,
+    torch.float16: codegen.FLOAT16,
 }
 """What stands for a type in the kernels."""
 
@@ -55,8 +56,7 @@ class CpuAttention:
         num_kv, head_dim = k_TKH.shape[1:]
         assert k_TKH.stride()[1:] == v_TKH.stride()[1:] == (head_dim, 1)
         kernels.store(
-            CARRIERS[k_TKH.dtype],
-            k_TKH.element_size(),
+            KINDS[k_TKH.dtype],
             (num_kv, 1, head_dim, self._block_size),
             cache.k.data_ptr(),
             cache.v.data_ptr(),
@@ -87,8 +87,7 @@ class CpuAttention:
             room = max(self._longest, head_dim) + 2 * kernels.VECTOR
             self._scratch = np.empty((3, kernels.MAX_HEADS, room), np.float32)
         kernels.attend(
-            CARRIERS[q_TNH.dtype],
-            q_TNH.element_size(),
+            KINDS[q_TNH.dtype],
             (num_kv, num_heads // num_kv, head_dim, self._block_size),
             q_TNH.data_ptr(),
             q_TNH.stride(0),
