@@ -324,7 +324,17 @@ def _all(kind: Any, value: int) -> ir.Constant:
     return ir.Constant(kind, [value] * kind.count if is_vector else value)
 
 
-# --- elements, in compiled functions -------------------------------------------------------------
+# --- memory, in compiled functions ---------------------------------------------------------------
+
+
+@intrinsic
+def pointer(typing: Any, address: Any) -> Any:
+    """For numba.carray."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
 
 
 @intrinsic
