@@ -1,17 +1,10 @@
 """Products with weights of 8 and 4 bits, straight from their blocks. Needs numba.
 
-Shapes: R rows of x · I inputs · G groups of 32 inputs · T tiles of 16 outputs · O outputs.
+Shapes: R rows of x · I inputs · G groups of 32 inputs · O outputs, in tiles of 16.
 
-Blocks are those of layers/quantized_format.py: 16 outputs' scales, minima and codes, so that lanes
-of a vector belong to one output each. Codes of a group are multiplied and summed up first, then
-scaled once: y += scale · Σ code · x + minimum · Σ x. Up to MAX_ROWS rows of x share a pass over a
-tile; for more, the tile is read again, from the first-level cache.
-
-**Two ways.** By floats: codes become float32 and meet x in float32, so that the result is the
-function that the dequantised weights stand for. By integers: x is rounded, in each group, to 8 bits
-with a scale of its own; sums of products of bytes are exact, and a quarter of the instructions. It
-takes a processor with instructions for that (INTEGERS), and x in a half type, which is rounded
-anyway.
+Rows of x are prepared once, as quantized_tiles.py wants them, then each chunk of the job computes
+some tiles for some rows. A row's results are the same to the last bit whatever other rows there are
+and however many threads.
 """
 
 from typing import Any, Final
@@ -19,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from aioengine.kernels.codegen import (
@@ -29,257 +21,61 @@ from aioengine.kernels.codegen import (
     FLOAT16,
     FLOAT32,
     I8,
-    I16,
     I32,
-    IR_TYPES,
-    REGISTER_LANES,
     Code,
-    bytes_of,
+    Kernel,
     element_bytes,
+    entry,
     inlined,
     kernel,
     load_element,
     pointer,
     store_element,
 )
+from aioengine.kernels.quantized_tiles import GROUP, INTEGERS, MAX_ROWS, TILE, tile_of
+from aioengine.kernels.team import Team
 
-GROUP: Final = 32
-TILE: Final = 16
-PREFETCH_BYTES: Final = 8192
-MAX_ROWS: Final = 4
-PANEL: Final = 128
-"""Rows of x that a chunk works on: few enough to stay in a core's second-level cache."""
+PANEL_ROWS: Final = 128
+"""Rows that a chunk works on: few enough to stay in a core's second-level cache."""
+CHUNKS_PER_THREAD: Final = 4
+PREPARED_ROWS: Final = 16
+"""More rows of x are prepared by the team, so many a chunk."""
 LARGEST_CODE: Final = 127
+_SCRATCH_BYTES: Final = (MAX_ROWS * TILE + GROUP) * 4
 _INT: Final = types.int64
 
-
-def integers_of(features: str) -> tuple[str, int]:
-    """What multiplies bytes: "vnni", "avx2" or "" for nothing, and in vectors of how many int32.
-
-    `features` as LLVM lists them.
-    """
-    has = set(features.split(","))
-    if "+avx512vnni" in has:
-        return "vnni", 16
-    if "+avxvnni" in has:
-        return "vnni", 8
-    return ("avx2", 8) if "+avx2" in has else ("", 0)
-
-
-INTEGERS, _INTEGER_LANES = integers_of(cpu_target.target_context.codegen().magic_tuple()[2])
-
-
-# --- one tile --------------------------------------------------------------------------------------
-
-
-class _Tile:
-    """IR of the products of one tile with `num_rows` rows of x.
-
-    Groups, rows and parts of a tile (vectors of `lanes` outputs) are what it counts. Addresses of
-    the current group: `block`, and of the first row's `x`, `x_scale` and `x_sum`.
-    """
-
-    def __init__(
-        self, code: Code, num_rows: int, bits: int, scale: Any, strides: tuple[Any, Any]
-    ) -> None:
-        self.code = code
-        self.builder = code.builder
-        self.num_rows = num_rows
-        self.bits = bits
-        self.scale = scale
-        self.x_stride, self.scales_stride = strides
-        self.parts = range(TILE // code.lanes)
-        self.scales_bytes = TILE * bytes_of(scale)
-        self.codes_at = self.scales_bytes * (2 if bits == 4 else 1)
-        self.block_bytes = self.codes_at + TILE * GROUP * bits // 8
-
-    def plus(self, address: Any, num_bytes: int) -> Any:
-        return self.builder.add(address, self.code.const(num_bytes))
-
-    def row(self, address: Any, stride: Any, row: int) -> Any:
-        return self.builder.add(address, self.builder.mul(stride, self.code.const(row)))
-
-    def scales(self, block: Any, place: int, part: int) -> Any:
-        """Of a part's outputs: scales (place 0) or minima (1)."""
-        at = place * self.scales_bytes + part * self.code.lanes * bytes_of(self.scale)
-        return self.code.load_elements(self.plus(block, at), self.scale)
-
-    def codes(self, block: Any, offset: Any, part: int) -> Any:
-        """Int32 vector: four bytes of each output of a part."""
-        at = self.builder.add(self.plus(block, self.codes_at + part * self.code.lanes * 4), offset)
-        return self.code.load(at, self.code.ints)
-
-    def bytes_of_x(self, x: Any, kind: Any) -> Any:
-        """Four codes of x in every lane."""
-        four = self.code.load(x, F32)
-        return self.builder.bitcast(self.code.splat(four), kind)
-
-    def scalar(self, address: Any, row: int) -> Any:
-        return self.code.splat(self.code.load(self.row(address, self.scales_stride, row), F32))
+_JOB: Final = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "raw_x",  # [R, raw_x_bytes], of raw_kind
+            "raw_x_bytes",
+            "raw_kind",  # a place in KINDS
+            "num_rows",
+            "num_inputs",
+            "num_outputs",
+            "num_groups",
+            "num_tiles",
+            "tiles_per_chunk",
+            "blocks",
+            "x",  # codes or float32 [R, G · 32]
+            "x_scales",  # float32 [R, G], of codes
+            "x_sums",  # float32 [R, G]
+            "out",  # [R, O], of out_kind
+            "out_kind",
+            "scratch",  # _SCRATCH_BYTES for each thread
+        )
+    ]
+)
+KINDS: Final = (FLOAT32, BFLOAT16, FLOAT16)
 
 
-def _group_by_floats(tile: _Tile, block: Any, x: Any, sums: list[Any]) -> list[Any]:
-    """Σ code · x of one group, for rows and of these for parts."""
-    code, builder = tile.code, tile.builder
-
-    def widened(chunks: Any, byte: int, half: int) -> Any:
-        if tile.bits == 8:
-            moved = builder.shl(chunks, code.fill(24 - 8 * byte))
-            return builder.sitofp(builder.ashr(moved, code.fill(24)), code.floats)
-        moved = builder.lshr(chunks, code.fill(8 * byte + 4 * half))
-        return builder.sitofp(builder.and_(moved, code.fill(15)), code.floats)
-
-    def add(i: Any, sums: list[Any]) -> list[Any]:
-        chunks = [tile.codes(block, builder.mul(i, code.const(4 * TILE)), p) for p in tile.parts]
-        here = code.at(x, i, 16)
-        for byte in range(4):
-            for half in range(8 // tile.bits):
-                weights = [widened(each, byte, half) for each in chunks]
-                for row in range(tile.num_rows):
-                    at = tile.row(tile.plus(here, 4 * byte + 64 * half), tile.x_stride, row)
-                    value = code.splat(code.load(at, F32))
-                    for part in tile.parts:
-                        place = row * len(tile.parts) + part
-                        sums[place] = code.fma(weights[part], value, sums[place])
-        return sums
-
-    return code.loop(code.const(tile.bits), sums, lambda i, sums: add(i, list(sums)))
-
-
-def _group_by_integers(tile: _Tile, block: Any, x: Any) -> list[Any]:
-    """The same of codes of x, as int32. With vnni, 8 bits: of codes + 128."""
-    code, builder = tile.code, tile.builder
-    octets = ir.VectorType(I8, code.lanes * 4)
-    words = ir.VectorType(I16, code.lanes * 2)
-    ones = ir.Constant(words, [1] * words.count)
-    num_sums = tile.num_rows * len(tile.parts)
-
-    def fill(value: int) -> ir.Constant:
-        return ir.Constant(octets, [value] * octets.count)
-
-    def pairs_of(a: Any, b: Any) -> Any:
-        """Sums of two neighbouring products, int16."""
-        return code.call("llvm.x86.avx2.pmadd.ub.sw", words, a, b)
-
-    def fours_of(pairs: Any) -> Any:
-        return code.call("llvm.x86.avx2.pmadd.wd", code.ints, pairs, ones)
-
-    def add(weights: Any, bytes_x: Any, total: Any) -> Any:
-        if INTEGERS == "vnni":
-            name = f"llvm.x86.avx512.vpdpbusd.{32 * code.lanes}"
-            unsigned = weights if tile.bits == 4 else builder.xor(weights, fill(-128))
-            return code.call(name, code.ints, total, unsigned, bytes_x)
-        if tile.bits == 4:
-            return builder.add(total, pairs_of(weights, bytes_x))
-        size = code.call(f"llvm.abs.v{octets.count}i8", octets, weights, ir.Constant(_I1, 0))
-        signed = code.call("llvm.x86.avx2.psign.b", octets, bytes_x, weights)
-        return builder.add(total, fours_of(pairs_of(size, signed)))
-
-    # Eight sums of two products of 15 · 127 fit int16.
-    in_words = INTEGERS == "avx2" and tile.bits == 4
-    sums = [ir.Constant(words if in_words else code.ints, None)] * num_sums
-    for chunk in range(tile.bits):
-        stored = [
-            builder.bitcast(tile.codes(block, code.const(4 * TILE * chunk), part), octets)
-            for part in tile.parts
-        ]
-        for half in range(8 // tile.bits):
-            weights = stored
-            if tile.bits == 4:
-                if half:
-                    shifted = [builder.bitcast(each, words) for each in stored]
-                    four = ir.Constant(words, [4] * words.count)
-                    weights = [builder.bitcast(builder.lshr(w, four), octets) for w in shifted]
-                weights = [builder.and_(each, fill(15)) for each in weights]
-            for row in range(tile.num_rows):
-                at = tile.row(tile.plus(x, 4 * chunk + 16 * half), tile.x_stride, row)
-                bytes_x = tile.bytes_of_x(at, octets)
-                for part in tile.parts:
-                    place = row * len(tile.parts) + part
-                    sums[place] = add(weights[part], bytes_x, sums[place])
-    return [fours_of(each) for each in sums] if in_words else sums
-
-
-_I1: Final = ir.IntType(1)
-
-
-def _tile(bits: int, scale: Any, by_integers: bool) -> Any:
-    """A function of compiled code: one tile with a few rows of x."""
-    lanes = _INTEGER_LANES if by_integers else min(REGISTER_LANES, TILE)
-    x_bytes = GROUP * (1 if by_integers else 4)
-
-    def products(
-        tile: _Tile, groups: Any, blocks: Any, x: Any, x_scales: Any, x_sums: Any
-    ) -> list[Any]:
-        code, builder = tile.code, tile.builder
-
-        def add(g: Any, totals: list[Any]) -> list[Any]:
-            block, here = code.at(blocks, g, tile.block_bytes), code.at(x, g, x_bytes)
-            for line in range(0, tile.block_bytes, 64):
-                code.prefetch(tile.plus(block, line + PREFETCH_BYTES))
-            places = [(row, part) for row in range(tile.num_rows) for part in tile.parts]
-            if by_integers:
-                sums = [
-                    builder.sitofp(each, code.floats)
-                    for each in _group_by_integers(tile, block, here)
-                ]
-            else:
-                sums = _group_by_floats(tile, block, here, [code.zero] * len(places))
-            scales = [tile.scales(block, 0, part) for part in tile.parts]
-            minima = [tile.scales(block, 1, part) for part in tile.parts] if bits == 4 else []
-            results = []
-            for (row, part), product, total in zip(places, sums, totals, strict=True):
-                x_sum = tile.scalar(code.at(x_sums, g, 4), row)
-                if by_integers:
-                    x_scale = tile.scalar(code.at(x_scales, g, 4), row)
-                    product = builder.fmul(product, x_scale)
-                    if bits == 8 and INTEGERS == "vnni":
-                        product = code.fma(x_sum, code.fill(-128.0), product)
-                total = code.fma(scales[part], product, total)
-                results.append(code.fma(minima[part], x_sum, total) if minima else total)
-            return results
-
-        return code.loop(groups, [code.zero] * (tile.num_rows * len(tile.parts)), add)
-
-    @intrinsic
-    def tile_products(
-        typing: Any,
-        num_rows: Any,
-        num_groups: Any,
-        blocks: Any,
-        x: Any,
-        x_scales: Any,
-        x_sums: Any,
-        x_stride: Any,
-        scales_stride: Any,
-        out: Any,
-    ) -> Any:
-        """`num_rows` (1 to MAX_ROWS) × 16 results to `out`, float32. Addresses; strides in bytes."""
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            num_rows, groups, blocks, x, x_scales, x_sums, x_stride, scales_stride, out = args
-            code = Code(builder, lanes)
-
-            def emit(n: int) -> None:
-                tile = _Tile(code, n, bits, scale, (x_stride, scales_stride))
-                results = products(tile, groups, blocks, x, x_scales, x_sums)
-                for place, result in enumerate(results):
-                    code.store(result, tile.plus(out, 4 * lanes * place))
-
-            code.for_each_count(num_rows, MAX_ROWS, emit)
-            return context.get_dummy_value()
-
-        return types.void(*[_INT] * 9), generate
-
-    return tile_products
-
-
-# --- x ---------------------------------------------------------------------------------------------
+# --- rows of x -------------------------------------------------------------------------------------
 
 
 @intrinsic
 def _round_group(typing: Any, values: Any, codes: Any, scale: Any, total: Any) -> Any:
-    """32 floats to codes -127…127, their scale, and scale · Σ code. Addresses.
+    """32 floats become codes -127…127, their scale, and scale · Σ code. Addresses.
 
     A value that is not finite makes the scale so, too.
     """
@@ -290,18 +86,17 @@ def _round_group(typing: Any, values: Any, codes: Any, scale: Any, total: Any) -
         x = code.load(values)
         sizes = code.call(f"llvm.fabs.v{GROUP}f32", code.floats, x)
         largest = code.call(f"llvm.vector.reduce.fmaximum.v{GROUP}f32", F32, sizes)
-        step = builder.fdiv(largest, ir.Constant(F32, LARGEST_CODE))
-        is_zero = builder.fcmp_ordered("==", largest, ir.Constant(F32, 0.0))
-        inverse = builder.fdiv(ir.Constant(F32, LARGEST_CODE), largest)
-        inverse = builder.select(is_zero, ir.Constant(F32, 0.0), inverse)
+        limit, nothing = ir.Constant(F32, LARGEST_CODE), ir.Constant(F32, 0.0)
+        is_zero = builder.fcmp_ordered("==", largest, nothing)
+        inverse = builder.select(is_zero, nothing, builder.fdiv(limit, largest))
         scaled = builder.fmul(x, code.splat(inverse))
         rounded = code.call(f"llvm.rint.v{GROUP}f32", code.floats, scaled)
-        is_number = builder.fcmp_ordered("<=", rounded, code.fill(float(LARGEST_CODE)))
+        top = code.fill(float(LARGEST_CODE))
+        is_number = builder.fcmp_ordered("<=", rounded, top)  # what NaN is not
         numbers = builder.fptosi(builder.select(is_number, rounded, code.zero), code.ints)
-        octets = builder.trunc(numbers, ir.VectorType(I8, GROUP))
-        pointer = builder.inttoptr(codes, octets.type.as_pointer())
-        builder.store(octets, pointer, align=4)
+        code.store(builder.trunc(numbers, ir.VectorType(I8, GROUP)), codes)
         added = code.call(f"llvm.vector.reduce.add.v{GROUP}i32", I32, numbers)
+        step = builder.fdiv(largest, limit)
         code.store(step, scale)
         code.store(builder.fmul(builder.sitofp(added, F32), step), total)
         return context.get_dummy_value()
@@ -318,38 +113,9 @@ def _sum_group(typing: Any, values: Any) -> Any:
     return types.float32(_INT), generate
 
 
-# --- jobs ------------------------------------------------------------------------------------------
-
-JOB_WORDS: Final = 20
-(
-    SOURCE,
-    SOURCE_STRIDE,
-    SOURCE_KIND,
-    NUM_INPUTS,
-    NUM_ROWS,
-    X,
-    X_SCALES,
-    X_SUMS,
-    BLOCKS,
-    NUM_TILES,
-    NUM_GROUPS,
-    NUM_OUTPUTS,
-    OUT,
-    OUT_STRIDE,
-    OUT_KIND,
-    TILES_PER_CHUNK,
-    SCRATCH,
-) = range(17)
-"""What is where in the arguments of a job. Addresses; strides in bytes. `SOURCE` [R, I] and `OUT`
-[R, O] are of the kinds below. Prepared rows: `X` codes or float32 [R, G · 32], `X_SCALES` and
-`X_SUMS` float32 [R, G]. `SCRATCH`: SCRATCH_FLOATS for each thread."""
-KINDS: Final = (FLOAT32, BFLOAT16, FLOAT16)
-SCRATCH_FLOATS: Final = MAX_ROWS * TILE
-
-
 @inlined
-def _words(address: int) -> Any:
-    return carray(pointer(address), JOB_WORDS, np.int64)
+def _job(args: int) -> Any:
+    return carray(pointer(args), 1, _JOB)[0]
 
 
 @inlined
@@ -358,130 +124,223 @@ def _floats(address: int, count: int) -> Any:
 
 
 @inlined
-def _load_group(kind: Any, source: int, count: int, values: Any) -> None:
-    size = element_bytes(kind)
-    for i in range(count):
-        values[i] = load_element(kind, source + i * size)
-    for i in range(count, GROUP):
-        values[i] = 0.0
-
-
-@inlined
-def _prepare_row(kind: Any, job: Any, row: int, scratch: int, by_integers: bool) -> None:
-    num_groups = job[NUM_GROUPS]
-    source = job[SOURCE] + row * job[SOURCE_STRIDE]
-    for g in range(num_groups):
-        at = (row * num_groups + g) * 4
-        x = job[X] + at * (GROUP // 4 if by_integers else GROUP)
-        values = scratch if by_integers else x
-        count = min(GROUP, job[NUM_INPUTS] - g * GROUP)
-        here = source + g * GROUP * element_bytes(kind)
-        _load_group(kind, here, count, _floats(values, GROUP))
+def _prepare_row(kind: Any, args: int, row: int, thread: int, by_integers: bool) -> None:
+    job, size = _job(args), element_bytes(kind)
+    for g in range(job.num_groups):
+        group = row * job.num_groups + g
+        raw_x = job.raw_x + row * job.raw_x_bytes + g * GROUP * size
+        x = job.x + group * (GROUP if by_integers else GROUP * 4)
+        at = job.scratch + thread * _SCRATCH_BYTES if by_integers else x
+        values = _floats(at, GROUP)
+        count = min(GROUP, job.num_inputs - g * GROUP)
+        for i in range(count):
+            values[i] = load_element(kind, raw_x + i * size)
+        values[count:] = 0.0
+        x_sum = job.x_sums + group * 4
         if by_integers:
-            _round_group(values, x, job[X_SCALES] + at, job[X_SUMS] + at)
+            _round_group(at, x, job.x_scales + group * 4, x_sum)
         else:
-            _floats(job[X_SUMS] + at, 1)[0] = _sum_group(values)
+            _floats(x_sum, 1)[0] = _sum_group(at)
 
 
 @inlined
-def _prepare(args: int, row: int, thread: int, by_integers: bool) -> None:
-    job = _words(args)
-    scratch = job[SCRATCH] + thread * SCRATCH_FLOATS * 4
-    if job[SOURCE_KIND] == 0:
-        _prepare_row(FLOAT32, job, row, scratch, by_integers)
-    elif job[SOURCE_KIND] == 1:
-        _prepare_row(BFLOAT16, job, row, scratch, by_integers)
-    else:
-        _prepare_row(FLOAT16, job, row, scratch, by_integers)
+def _prepare(args: int, chunk: int, thread: int, by_integers: bool) -> None:
+    job = _job(args)
+    for row in range(chunk * PREPARED_ROWS, min((chunk + 1) * PREPARED_ROWS, job.num_rows)):
+        if job.raw_kind == 0:
+            _prepare_row(FLOAT32, args, row, thread, by_integers)
+        elif job.raw_kind == 1:
+            _prepare_row(BFLOAT16, args, row, thread, by_integers)
+        else:
+            _prepare_row(FLOAT16, args, row, thread, by_integers)
 
 
 @kernel
-def prepare_integers(args: int, chunk: int, thread: int) -> None:
-    """A row of x, for the products by integers."""
+def _to_integers(args: int, chunk: int, thread: int) -> None:
     _prepare(args, chunk, thread, True)
 
 
 @kernel
-def prepare_floats(args: int, chunk: int, thread: int) -> None:
-    """A row of x, for the products by floats."""
+def _to_floats(args: int, chunk: int, thread: int) -> None:
     _prepare(args, chunk, thread, False)
 
 
+# --- products --------------------------------------------------------------------------------------
+
+
 @inlined
-def _write(kind: Any, values: Any, out: int, count: int) -> None:
-    size = element_bytes(kind)
+def _write(kind: Any, source: int, out: int, count: int) -> None:
+    values = _floats(source, count)
     for i in range(count):
-        store_element(kind, values[i], out + i * size)
+        store_element(kind, values[i], out + i * element_bytes(kind))
 
 
 @inlined
 def _multiply(
-    tile_products: Any, x_bytes: int, block_bytes: int, args: int, chunk: int, thread: int
+    products: Any, x_bytes: int, block_bytes: int, args: int, chunk: int, thread: int
 ) -> None:
-    """A chunk is up to PANEL rows of x and TILES_PER_CHUNK tiles. Chunks of the same rows are
-    neighbours."""
-    job = _words(args)
-    num_tiles, num_groups, per_chunk = job[NUM_TILES], job[NUM_GROUPS], job[TILES_PER_CHUNK]
-    panel, part = divmod(chunk, (num_tiles + per_chunk - 1) // per_chunk)
-    scratch = job[SCRATCH] + thread * SCRATCH_FLOATS * 4
-    kind = job[OUT_KIND]
-    x_stride, scales_stride = num_groups * x_bytes, num_groups * 4
-    for tile in range(part * per_chunk, min(num_tiles, (part + 1) * per_chunk)):
-        blocks = job[BLOCKS] + tile * num_groups * block_bytes
-        column = tile * TILE
-        count = min(TILE, job[NUM_OUTPUTS] - column)
-        for row in range(panel * PANEL, min(job[NUM_ROWS], (panel + 1) * PANEL), MAX_ROWS):
-            num_rows = min(MAX_ROWS, job[NUM_ROWS] - row)
-            tile_products(
+    """`x_bytes` of a group of a row of x, `products` of one tile."""
+    job = _job(args)
+    num_parts = (job.num_tiles + job.tiles_per_chunk - 1) // job.tiles_per_chunk
+    panel, part = divmod(chunk, num_parts)
+    first_tile, first_row = part * job.tiles_per_chunk, panel * PANEL_ROWS
+    scratch = job.scratch + thread * _SCRATCH_BYTES
+    row_bytes, scales_bytes = job.num_groups * x_bytes, job.num_groups * 4
+    for tile in range(first_tile, min(job.num_tiles, first_tile + job.tiles_per_chunk)):
+        blocks = job.blocks + tile * job.num_groups * block_bytes
+        count = min(TILE, job.num_outputs - tile * TILE)
+        for row in range(first_row, min(job.num_rows, first_row + PANEL_ROWS), MAX_ROWS):
+            num_rows = min(MAX_ROWS, job.num_rows - row)
+            products(
                 num_rows,
-                num_groups,
+                job.num_groups,
                 blocks,
-                job[X] + row * x_stride,
-                job[X_SCALES] + row * scales_stride,
-                job[X_SUMS] + row * scales_stride,
-                x_stride,
-                scales_stride,
+                job.x + row * row_bytes,
+                job.x_scales + row * scales_bytes,
+                job.x_sums + row * scales_bytes,
+                row_bytes,
+                scales_bytes,
                 scratch,
             )
             for i in range(num_rows):
-                values = _floats(scratch + i * TILE * 4, TILE)
-                out = job[OUT] + (row + i) * job[OUT_STRIDE]
-                if kind == 0:
-                    _write(FLOAT32, values, out + column * 4, count)
-                elif kind == 1:
-                    _write(BFLOAT16, values, out + column * 2, count)
+                place = (row + i) * job.num_outputs + tile * TILE
+                source = scratch + i * TILE * 4
+                if job.out_kind == 0:
+                    _write(FLOAT32, source, job.out + place * 4, count)
+                elif job.out_kind == 1:
+                    _write(BFLOAT16, source, job.out + place * 2, count)
                 else:
-                    _write(FLOAT16, values, out + column * 2, count)
+                    _write(FLOAT16, source, job.out + place * 2, count)
 
 
-_int8_floats: Final = _tile(8, F16, by_integers=False)
-_int4_floats: Final = _tile(4, F16, by_integers=False)
-_int4_wide_floats: Final = _tile(4, F32, by_integers=False)
-_int8_integers: Final = _tile(8, F16, by_integers=True)
-_int4_integers: Final = _tile(4, F16, by_integers=True)
+_int8_floats: Final = tile_of(8, F16, by_integers=False)
+_int4_floats: Final = tile_of(4, F16, by_integers=False)
+_int4_wide_floats: Final = tile_of(4, F32, by_integers=False)
+_int8_integers: Final = tile_of(8, F16, by_integers=True)
+_int4_integers: Final = tile_of(4, F16, by_integers=True)
 
 
 @kernel
-def int8_by_floats(args: int, chunk: int, thread: int) -> None:
+def _int8_by_floats(args: int, chunk: int, thread: int) -> None:
     _multiply(_int8_floats, 128, 544, args, chunk, thread)
 
 
 @kernel
-def int4_by_floats(args: int, chunk: int, thread: int) -> None:
+def _int4_by_floats(args: int, chunk: int, thread: int) -> None:
     _multiply(_int4_floats, 128, 320, args, chunk, thread)
 
 
 @kernel
-def int4_wide_by_floats(args: int, chunk: int, thread: int) -> None:
-    """With scales and minima in float32."""
+def _int4_wide_by_floats(args: int, chunk: int, thread: int) -> None:
     _multiply(_int4_wide_floats, 128, 384, args, chunk, thread)
 
 
 @kernel
-def int8_by_integers(args: int, chunk: int, thread: int) -> None:
+def _int8_by_integers(args: int, chunk: int, thread: int) -> None:
     _multiply(_int8_integers, 32, 544, args, chunk, thread)
 
 
 @kernel
-def int4_by_integers(args: int, chunk: int, thread: int) -> None:
+def _int4_by_integers(args: int, chunk: int, thread: int) -> None:
     _multiply(_int4_integers, 32, 320, args, chunk, thread)
+
+
+_BY_FLOATS: Final = {
+    (8, False): _int8_by_floats,
+    (4, False): _int4_by_floats,
+    (4, True): _int4_wide_by_floats,
+}
+_BY_INTEGERS: Final = {(8, False): _int8_by_integers, (4, False): _int4_by_integers}
+
+
+@entry
+def _begin(
+    args: int,
+    raw_x: int,
+    raw_x_bytes: int,
+    blocks: int,
+    out: int,
+    out_kind: int,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    max_chunks: int,
+    by_integers: bool,
+) -> int:
+    """Fills the record (`x…`, `raw_kind` and `scratch` are there); how many chunks it makes."""
+    job = _job(args)
+    job.raw_x, job.raw_x_bytes = raw_x, raw_x_bytes
+    job.blocks, job.out, job.out_kind = blocks, out, out_kind
+    job.num_rows, job.num_inputs, job.num_outputs = num_rows, num_inputs, num_outputs
+    job.num_groups = (num_inputs + GROUP - 1) // GROUP
+    job.num_tiles = (num_outputs + TILE - 1) // TILE
+    job.tiles_per_chunk = (job.num_tiles + max_chunks - 1) // max_chunks
+    if num_rows <= PREPARED_ROWS:
+        _prepare(args, 0, 0, by_integers)
+    num_panels = (num_rows + PANEL_ROWS - 1) // PANEL_ROWS
+    return num_panels * ((job.num_tiles + job.tiles_per_chunk - 1) // job.tiles_per_chunk)
+
+
+class QuantizedLinear:
+    """Products on a team's threads, with the memory they need, for x of one type. One at a time."""
+
+    def __init__(self, team: Team, kind: Any) -> None:
+        self._team = team
+        self._by_integers = kind is not FLOAT32 and INTEGERS != ""
+        self._job = np.zeros(1, _JOB)
+        self._job["raw_kind"] = KINDS.index(kind)
+        self._scratch = np.empty(team.num_threads * _SCRATCH_BYTES, np.uint8)
+        self._job["scratch"] = self._scratch.ctypes.data
+        self._args = self._job.ctypes.data
+        self._max_chunks = CHUNKS_PER_THREAD * team.num_threads if team.num_threads > 1 else 1
+        self._num_groups = 0
+        """Of x that there is memory for."""
+
+    def __call__(
+        self,
+        bits: int,
+        has_float32_scales: bool,
+        x: int,
+        x_bytes: int,
+        blocks: int,
+        out: int,
+        out_is_float32: bool,
+        num_rows: int,
+        num_inputs: int,
+        num_outputs: int,
+    ) -> None:
+        """Addresses of x [R, I] with rows `x_bytes` apart, of blocks, and of the result [R, O], in
+        x's type or in float32. Float32 scales are for x in float32 only."""
+        self._make_room(num_rows * -(-num_inputs // GROUP))
+        num_chunks = _begin(
+            self._args,
+            x,
+            x_bytes,
+            blocks,
+            out,
+            0 if out_is_float32 else int(self._job["raw_kind"][0]),
+            num_rows,
+            num_inputs,
+            num_outputs,
+            self._max_chunks,
+            self._by_integers,
+        )
+        if num_rows > PREPARED_ROWS:
+            prepare = _to_integers if self._by_integers else _to_floats
+            self._team.run(prepare.address, self._args, -(-num_rows // PREPARED_ROWS))
+        multiply = self._kernel(bits, has_float32_scales)
+        self._team.run(multiply.address, self._args, num_chunks)
+
+    def _kernel(self, bits: int, has_float32_scales: bool) -> Kernel:
+        kernels = _BY_INTEGERS if self._by_integers else _BY_FLOATS
+        return kernels[bits, has_float32_scales]
+
+    def _make_room(self, num_groups: int) -> None:
+        if num_groups <= self._num_groups:
+            return
+        self._num_groups = num_groups
+        self._x = np.empty(num_groups * GROUP * 4, np.uint8)
+        self._x_scales, self._x_sums = np.empty((2, num_groups), np.float32)
+        self._job["x"] = self._x.ctypes.data
+        self._job["x_scales"] = self._x_scales.ctypes.data
+        self._job["x_sums"] = self._x_sums.ctypes.data
