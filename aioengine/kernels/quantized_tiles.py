@@ -20,7 +20,6 @@ from numba import types
 from numba.extending import intrinsic
 
 from aioengine.kernels.codegen import (
-    F16,
     F32,
     FEATURES,
     I8,
@@ -57,7 +56,7 @@ def integers_of(features: Set[str]) -> tuple[str, int]:
 INTEGERS, _INTEGER_LANES = integers_of(FEATURES)
 
 
-# --- one tile --------------------------------------------------------------------------------------
+# --- one tile -------------------------------------------------------------------------------------
 
 
 class _Tile:
@@ -243,7 +242,7 @@ def tile_of(bits: int, scale: Any, by_integers: bool) -> Any:
         scales_stride: Any,
         out: Any,
     ) -> Any:
-        """`num_rows` (1 to MAX_ROWS) × 16 results to `out`, float32. Addresses; strides in bytes."""
+        """`num_rows` (1 to MAX_ROWS) × 16 float32 to `out`. Addresses; strides in bytes."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             num_rows, groups, blocks, x, x_scales, x_sums, x_stride, scales_stride, out = args

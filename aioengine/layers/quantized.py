@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from aioengine.layers.quantized_format import GROUP, TILE, Format, Groups, pack, quantize, unpack
+from aioengine.layers.quantized_format import TILE, Format, Groups, pack, quantize, unpack
 
 
 class PackedParameter(nn.Parameter):
@@ -23,14 +23,18 @@ class PackedParameter(nn.Parameter):
     format: Format
     shape_OI: tuple[int, int]
 
-    def __new__(cls, blocks_TGB: Tensor, stored: Format, shape_OI: tuple[int, int]) -> "PackedParameter":
+    def __new__(
+        cls, blocks_TGB: Tensor, stored: Format, shape_OI: tuple[int, int]
+    ) -> "PackedParameter":
         parameter = torch.Tensor._make_subclass(cls, blocks_TGB, False)
         parameter.format = stored
         parameter.shape_OI = shape_OI
         return parameter
 
     @classmethod
-    def empty(cls, stored: Format, shape_OI: tuple[int, int], device: torch.device) -> "PackedParameter":
+    def empty(
+        cls, stored: Format, shape_OI: tuple[int, int], device: torch.device
+    ) -> "PackedParameter":
         shape = stored.packed_shape(*shape_OI)
         return cls(torch.empty(shape, dtype=torch.uint8, device=device), stored, shape_OI)
 
@@ -53,8 +57,9 @@ class PackedParameter(nn.Parameter):
 
         def chosen(start: int, stop: int, dtype: torch.dtype) -> Tensor:
             """[T, G, …] of what lies by outputs from byte `start` to `stop` of a block."""
-            values = self.data[..., start:stop].view(dtype).unflatten(-1, (-1, TILE))
-            return values[tiles_T, :, :, lanes_T]
+            values = self.data[..., start:stop].view(dtype)
+            by_output = values.view(*values.shape[:2], -1, TILE)
+            return by_output[tiles_T, :, :, lanes_T]
 
         size = stored.scales_bytes
         codes_TGC = chosen(stored.codes_at, stored.block_bytes, torch.int32).view(torch.uint8)

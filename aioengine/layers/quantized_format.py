@@ -77,6 +77,11 @@ class Groups:
         minima_OG = None if self.minima_OG is None else self.minima_OG[order_O]
         return Groups(self.codes_OGK[order_O], self.scales_OG[order_O], minima_OG)
 
+    def columns(self, first: int, last: int) -> "Groups":
+        """Groups first to last - 1 of every output."""
+        minima_OG = None if self.minima_OG is None else self.minima_OG[:, first:last]
+        return Groups(self.codes_OGK[:, first:last], self.scales_OG[:, first:last], minima_OG)
+
     def dequantize(self) -> Tensor:
         """Float32 [O, G · 32]."""
         values_OGK = self.codes_OGK.float() * self.scales_OG.float()[..., None]
@@ -85,7 +90,7 @@ class Groups:
         return values_OGK.flatten(1)
 
 
-# --- from floats -----------------------------------------------------------------------------------
+# --- from floats ----------------------------------------------------------------------------------
 
 _AT_ONCE: Final = 1 << 16
 """Weights that are quantised together: few enough to stay in a core's cache."""
@@ -101,9 +106,10 @@ def quantize(weight_OI: Tensor, to: Format) -> Groups:
     num_outputs, num_inputs = weight_OI.shape
     step = max(1, _AT_ONCE // num_inputs)
     parts = []
-    for rows_OI in weight_OI.split(step):
+    for first in range(0, num_outputs, step):
+        rows_OI = weight_OI[first : first + step]
         padded_OI = functional.pad(rows_OI.float(), (0, -num_inputs % GROUP))
-        values_OGK = padded_OI.unflatten(1, (-1, GROUP))
+        values_OGK = padded_OI.view(len(rows_OI), -1, GROUP)
         parts.append(_symmetric(values_OGK) if to.bits == 8 else _asymmetric(values_OGK))
     minima = [part.minima_OG for part in parts if part.minima_OG is not None]
     return Groups(
@@ -186,7 +192,7 @@ def _half(values_OG: Tensor) -> Tensor:
     return values_OG.clamp(-_LARGEST, _LARGEST).half().float()
 
 
-# --- in memory -------------------------------------------------------------------------------------
+# --- in memory ------------------------------------------------------------------------------------
 
 
 def pack(groups: Groups, to: Format, packed_TGB: Tensor) -> None:
@@ -196,7 +202,9 @@ def pack(groups: Groups, to: Format, packed_TGB: Tensor) -> None:
     packed_TGB[num_tiles:].zero_()
     packed_TGB[:, num_groups:].zero_()
     blocks_TGB = packed_TGB[:num_tiles, :num_groups]
-    scales = [groups.scales_OG] if groups.minima_OG is None else [groups.scales_OG, groups.minima_OG]
+    scales = (
+        [groups.scales_OG] if groups.minima_OG is None else [groups.scales_OG, groups.minima_OG]
+    )
     for place, values_OG in enumerate(scales):
         tiled_TGO = _tiles(values_OG.to(to.scale_dtype)).transpose(1, 2).contiguous()
         at = place * to.scales_bytes
@@ -215,7 +223,8 @@ def unpack(packed_TGB: Tensor, stored: Format) -> Groups:
     scales_OG = _untiled_scales(packed_TGB, 0, stored)
     minima_OG = _untiled_scales(packed_TGB, 1, stored) if stored.has_minima else None
     codes_TGB = packed_TGB[..., stored.codes_at :].contiguous()
-    chunks_TGCO = codes_TGB.view(torch.int32).unflatten(-1, (-1, TILE))
+    num_tiles, num_groups, _ = packed_TGB.shape
+    chunks_TGCO = codes_TGB.view(torch.int32).view(num_tiles, num_groups, -1, TILE)
     codes_OGK = chunks_TGCO.permute(0, 3, 1, 2).flatten(0, 1).contiguous().view(torch.uint8)
     if stored.bits == 8:
         return Groups(codes_OGK.view(torch.int8), scales_OG, None)
@@ -233,4 +242,4 @@ def _tiles(rows_O: Tensor) -> Tensor:
     missing = -rows_O.shape[0] % TILE
     if missing:
         rows_O = torch.cat([rows_O, rows_O.new_zeros(missing, *rows_O.shape[1:])])
-    return rows_O.unflatten(0, (-1, TILE))
+    return rows_O.view(-1, TILE, *rows_O.shape[1:])
