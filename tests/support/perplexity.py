@@ -17,9 +17,9 @@ TEXT = Path(__file__).parent.parent / "data" / "pride_and_prejudice.txt"
 BLOCK_SIZE = 16
 
 
-def text_ids(limit: int) -> list[int]:
-    """Of the beginning of the text, by the default model's tokenizer."""
-    tokenizer = load_tokenizer(resolve_model(None))
+def text_ids(model: str | None, limit: int) -> list[int]:
+    """Of the beginning of the text, by the model's own tokenizer."""
+    tokenizer = load_tokenizer(resolve_model(model))
     return tokenizer.encode(TEXT.read_text(), add_special_tokens=False)[:limit]
 
 
@@ -29,9 +29,7 @@ def open_worker(**settings: Any) -> Worker:
     )
     source = resolve_model(config.model)
     cfg = read_model_config(source)
-    worker = Worker(
-        config, ParallelLayout(), 0, cfg, source, local_rank=0, local_world_size=1
-    )
+    worker = Worker(config, ParallelLayout(), 0, cfg, source, local_rank=0, local_world_size=1)
     worker.call("open_device", {})
     worker.call("load_model", {})
     return worker
