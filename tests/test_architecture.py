@@ -33,9 +33,11 @@ MAY_IMPORT = {
     "rank": "root core checkpoint dist worker control engine frontend api asyncio msgspec",
     "embedded": "root dist control engine frontend rank asyncio msgspec uvloop",
     "doctor": "root dist worker control engine rank asyncio msgspec torch rich",
-    "cli": "root core checkpoint dist layers models weights worker control engine frontend api "
-    "rank doctor embedded asyncio msgspec numpy torch numba rich uvloop setproctitle httptools "
+    "bench": "root core checkpoint dist layers worker engine frontend embedded cli.layout_model "
+    "cli.local_ranks cli.rank_flags asyncio msgspec numpy torch numba rich uvloop httptools "
     "matplotlib",
+    "cli": "root core checkpoint dist layers models weights worker control engine frontend api "
+    "rank doctor embedded bench asyncio msgspec numpy torch rich uvloop setproctitle",
     "launch": "root core checkpoint dist worker control rank asyncio msgspec uvloop setproctitle",
 }
 GUARDED = {"asyncio"}
@@ -59,9 +61,9 @@ ENVIRONMENT_FILES = (
     "aioengine/launch.py",
     "aioengine/embedded/engine.py",
     "aioengine/cli/serve.py",
-    "aioengine/cli/bench_collectives.py",
-    "aioengine/cli/bench_throughput.py",
-    "aioengine/cli/bench_roofline.py",
+    "aioengine/bench/collectives.py",
+    "aioengine/bench/throughput.py",
+    "aioengine/bench/roofline.py",
     "aioengine/cli/doctor.py",
     "aioengine/cli/trace_server.py",
 )

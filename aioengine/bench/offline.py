@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
-from aioengine.cli.bench_load import Span
-from aioengine.cli.bench_steps import Step
+from aioengine.bench.load import Span
+from aioengine.bench.step_work import Step
+from aioengine.cli.rank_flags import add_model_argument, given_flags
 from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.embedded.engine import AsyncEngine
 from aioengine.engine.executor import Executor, StepDone, StepFailed
@@ -34,20 +35,14 @@ use for."""
 
 def add_engine_flags(parser: CommandParser, without: frozenset[str] = frozenset()) -> None:
     """MODEL, and the settings that mean something offline."""
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="Same as --model.")
+    add_model_argument(parser)
     fields = set(EngineConfig.__struct_fields__) - WITHOUT_MEANING - without
     add_flags(parser, only=fields)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Of parsed flags; steps are recorded. Raises ValueError that names the flag."""
-    given = dict(vars(args))
-    model = given.pop("model_argument", None)
-    if model is not None and "model" in given:
-        raise ValueError(f"--model {given['model']} and MODEL {model} are both given")
-    if model is not None:
-        given["model"] = model
-    config = config_from(given)
+    config = config_from(given_flags(args))
     refuse_unsupported(config)
     if config.distributed_executor_backend != "auto":
         raise ValueError("--config: distributed_executor_backend: this command brings its own")

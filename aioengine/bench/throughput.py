@@ -18,24 +18,24 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 import uvloop
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from aioengine.cli.bench_load import Span
-from aioengine.cli.bench_offline import (
+from aioengine.bench.load import Span
+from aioengine.bench.offline import (
     add_engine_flags,
     engine_config,
     generate_all,
     random_prompts,
     take_steps,
 )
-from aioengine.cli.bench_steps import Step
+from aioengine.bench.step_work import Step
 from aioengine.cli.local_ranks import end_with_parent, run_ranks
-from aioengine.cli.serve import to_argv
+from aioengine.cli.rank_flags import given_flags, to_argv
 from aioengine.config import EngineConfig
 from aioengine.dist.launcher import read_environment
 from aioengine.embedded.engine import AsyncEngine
@@ -154,10 +154,9 @@ def read_plan(args: argparse.Namespace) -> Plan:
 
 def _to_argv(args: argparse.Namespace) -> list[str]:
     """The line again, for the ranks."""
-    given: dict[str, Any] = dict(vars(args))
-    model = given.pop("model_argument", None)
+    given = given_flags(args)
     as_object = ["--json"] if given.pop("json") else []
-    return [*to_argv(given), *as_object, *([model] if model is not None else [])]
+    return [*to_argv(given), *as_object]
 
 
 async def measure(plan: Plan) -> Result | None:
