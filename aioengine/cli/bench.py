@@ -11,6 +11,9 @@ COMMANDS: Final = {
     "throughput": Command(
         "aioengine.bench.throughput", "many prompts at once, without HTTP: tokens/s, steps"
     ),
+    "steps": Command(
+        "aioengine.bench.steps", "where a step's time goes on every rank, and how it grows"
+    ),
     "roofline": Command(
         "aioengine.bench.roofline", "this machine's limits, and what share the engine reaches"
     ),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aioengine.layers.forward_batch import Attention, ForwardBatch, LayerCache, PagedInputs
 from aioengine.messages import PREV, SlotStep, StepPlan
+from aioengine.timeline.probe import Kind, Probe
 from aioengine.worker.prompt_logprobs import PromptChunk, PromptWatch
 from aioengine.worker.sampler import ROW_PARAMS, SamplingBatch, row_params
 from aioengine.worker.staging import CopyFence, StagedArray
@@ -122,6 +123,13 @@ class BatchBuilder:
         )
         self._fence.record()
         return inputs
+
+    def probes(self) -> list[Probe]:
+        attention = {"write_kv": Kind.ATTENTION, "attend": Kind.ATTENTION}
+        return [
+            Probe(self, "build", Kind.BATCH),
+            Probe(self, "_attention", Kind.BATCH, attention),
+        ]
 
     def _apply(self, plan: StepPlan) -> None:
         for new in plan.new_slots:

@@ -23,11 +23,13 @@ from aioengine.dist.worlds import (
     open_groups,
 )
 from aioengine.layers.attention import attention_backend
+from aioengine.layers.probes import layer_probes
 from aioengine.layout import ParallelLayout
 from aioengine.messages import RemoteCall, Sampled, StepPlan, StepResult
 from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
 from aioengine.rpc import rpc_method, run_method
+from aioengine.timeline.probe import Kind, Probe
 from aioengine.worker.batch import BatchBuilder, Role, StepInputs
 from aioengine.worker.device import check_dtype, device_id, select_device, set_cpu_threads
 from aioengine.worker.kv_store import KVShape
@@ -151,6 +153,26 @@ class Worker:
             if self._groups is not None:  # a method's collectives are this job's
                 self._groups.tp.enter_job(seq)
             return run_method(call, self, self.rank - self._layout.leader_of(self.rank))
+
+    def probes(self) -> list[Probe]:
+        """What of a step can be timed, once the replica is ready."""
+        assert self._groups is not None
+        probes = [
+            Probe(self, "execute", Kind.STEP),
+            Probe(self, "call", Kind.OTHER_JOB),
+            Probe(self, "remote", Kind.OTHER_JOB),
+            Probe(self, "_last_ids", Kind.RECEIVE_IDS),
+            Probe(self, "_sample", Kind.SAMPLE),
+            Probe(self.stage, "forward", Kind.LAYERS),
+            Probe(self.stage, "compute_logits", Kind.LOGITS),
+            *layer_probes(self.stage),
+            *self._builder.probes(),
+            *self._link.probes(),
+            *self._groups.tp.probes(),
+        ]
+        if self._feedback is not None:
+            probes.append(Probe(self._feedback, "publish", Kind.SEND_IDS))
+        return probes
 
     # --- start-up and end
 
