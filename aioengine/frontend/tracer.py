@@ -93,7 +93,7 @@ class Tracer:
             async with asyncio.TaskGroup() as tasks:
                 for rank in ranks:
                     tasks.create_task(rank.begin(self._rank, self._key))
-            first_seq = 1 + max(rank.last_seq for rank in ranks)
+            first_seq = 1 + max((rank.last_seq for rank in ranks), default=0)
             async with asyncio.TaskGroup() as tasks:
                 collecting = [
                     tasks.create_task(rank.collect(AskSteps(first_seq, num_steps, limit_s)))

@@ -43,6 +43,7 @@ class FakeSteps:
         self.last_seq = last_seq
         self.is_recording = False
         self.asked: list[AskSteps] = []
+        self.is_asked = threading.Event()
         self.ended = threading.Event()
         self.given: RecordedSteps | None = None
 
@@ -54,6 +55,7 @@ class FakeSteps:
 
     async def wait_steps(self, wanted: AskSteps) -> RecordedSteps:
         self.asked.append(wanted)
+        self.is_asked.set()
         if self.given is None:
             await asyncio.Event().wait()
         assert self.given is not None
