@@ -13,8 +13,8 @@ def settle_collector() -> None:
     requests leave behind is, in thousands.
 
     Else a full collection walks 270,000 objects of torch and others: 0.1 s and more, in the middle
-    of a step. For the same reason none precedes the freezing; of what the start has left behind, the
-    oldest (2 MB where kernels were compiled) stays. Never called in a trainer's process, whose
+    of a step. For the same reason none precedes the freezing; of what the start has left behind,
+    the oldest (2 MB where kernels were compiled) stays. Never called in a trainer's process, whose
     collector is its own business.
     """
     gc.collect(1)
