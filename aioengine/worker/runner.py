@@ -130,10 +130,11 @@ class Worker:
         with self.activity.within(method):
             return CALLS[method](self, **kwargs)
 
-    @torch.inference_mode()
     def prepare(self, seq: int, plan: StepPlan) -> None:
         """Post the receive for a plan that has arrived, in plan order."""
-        self._link.prepare(seq, plan.num_tokens)
+        if self._link.receives:
+            with torch.inference_mode():
+                self._link.prepare(seq, plan.num_tokens)
 
     @torch.inference_mode()
     def execute(self, seq: int, plan: StepPlan) -> StepResult | None:
@@ -329,6 +330,7 @@ class Worker:
             block_size=self._config.block_size,
             device=self.device,
             attention=attention.begin,
+            num_microbatches=self._config.pipeline_parallel_size,
         )
         self._rules = LogitRules(self._config.num_slots, self._cfg.vocab_size, self.device)
 
@@ -373,7 +375,8 @@ class Worker:
         if is_output:
             self._rules.observe(plan)
         if len(inputs.sampled_slots_S):
-            hidden_SD = hidden_TD.index_select(0, inputs.sample_rows_S)
+            rows_S = inputs.sample_rows_S
+            hidden_SD = hidden_TD if rows_S is None else hidden_TD.index_select(0, rows_S)
             logits_SV = self.stage.compute_logits(hidden_SD)
             if inputs.sampling is not None:
                 sampled = self._sample(plan, inputs, inputs.sampling, logits_SV)
