@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "timeline": "root msgspec",
     "checkpoint": "root gguf numpy msgspec",
     "dist": "root timeline torch numpy msgspec numba llvmlite",
-    "layers": "root timeline dist torch numpy numba llvmlite",
+    "kernels": "numpy numba llvmlite",
+    "layers": "root timeline dist kernels torch numpy",
     "models": "root dist layers torch",
     "weights": "root checkpoint layers torch numpy safetensors gguf tqdm",
     "worker": "root timeline core.stages checkpoint dist layers models weights msgspec torch numpy "
