@@ -31,6 +31,7 @@ from aioengine.bench.steps_report import Measured, RankShare, print_json, print_
 from aioengine.config import EngineConfig
 from aioengine.dist.launcher import read_environment
 from aioengine.embedded.engine import AsyncEngine
+from aioengine.errors import EngineError
 from aioengine.flags import CommandParser
 from aioengine.rank.recording import StepRecorder
 from aioengine.timeline.breakdown import Breakdown, breakdown, mean, steady_decodes
@@ -170,6 +171,8 @@ def end_recording(worker: Any, num_streams: int, num_stages: int) -> dict[str, A
     assert _here.recorder is not None
     recorded = _here.recorder.result()
     _here.recorder.end()
+    if recorded.error:
+        raise EngineError(recorded.error)
     steps = steady_decodes(recorded.steps, num_streams, num_stages)
     share = breakdown(recorded, steps)
     return {

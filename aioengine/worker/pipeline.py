@@ -78,7 +78,7 @@ class StageLink:
         self._sends.add(self._pp.isend(hidden_TD.contiguous(), self._pp.rank_in_group + 1))
 
     def probes(self) -> list[Probe]:
-        if not self._receives:
+        if self._pp.rank_in_group == 0:
             return [Probe(self, "send", Kind.SEND)]
         return [
             Probe(self, "prepare", Kind.POST_RECEIVE),
