@@ -3,9 +3,10 @@
 import argparse
 import os
 import sys
-from typing import Any, Final
+from typing import Final
 
 from aioengine.cli.local_ranks import run_ranks
+from aioengine.cli.rank_flags import add_model_argument, given_flags, to_argv
 from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.flags import CommandParser, add_flags, config_from
 
@@ -15,7 +16,7 @@ KILL_MARGIN_S: Final = 10
 
 
 def configure(parser: CommandParser) -> None:
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="Same as --model.")
+    add_model_argument(parser)
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -27,14 +28,9 @@ def configure(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    given = vars(args)
-    model = given.pop("model_argument", None)
-    max_restarts = given.pop("max_restarts")
     try:
-        if model is not None and "model" in given:
-            raise ValueError(f"--model {given['model']} and MODEL {model} are both given")
-        if model is not None:
-            given["model"] = model
+        given = given_flags(args)
+        max_restarts = given.pop("max_restarts")
         if max_restarts < 0:
             raise ValueError(f"--max-restarts must be at least 0, found {max_restarts}")
         config = config_from(given)
@@ -61,17 +57,3 @@ def num_processes(config: EngineConfig) -> int:
     """Ranks to start; without --data-parallel-size there is one replica."""
     dp_size = 1 if config.data_parallel_size == "auto" else config.data_parallel_size
     return config.tensor_parallel_size * config.pipeline_parallel_size * dp_size
-
-
-def to_argv(given: dict[str, Any]) -> list[str]:
-    """The parsed flags as a command line again, for the ranks."""
-    argv = []
-    for name, value in given.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            argv.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list):
-            argv += [f"--{flag}={item}" for item in value]
-        else:
-            argv.append(f"--{flag}={value}")
-    return argv

@@ -20,6 +20,7 @@ from aioengine.activity import Activity
 from aioengine.errors import WorkerError
 from aioengine.limits import MAX_ERROR_CHARS, MAX_TRACEBACK_CHARS
 from aioengine.messages import JobFailed, RemoteCall, RemoteFailed, StepPlan, StepResult
+from aioengine.timeline.probe import Probe
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ class DeviceWorker(Protocol):
 
     def remote(self, seq: int, call: RemoteCall) -> bytes:
         """Run the method of a `collective_rpc`; msgpack of its value, empty when not wanted."""
+
+    def probes(self) -> list[Probe]:
+        """What of a step can be timed, once the replica is ready."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
-"""What the layers with parameters share: where parameters live, and which part of the published
-tensors they hold."""
+"""What the layers with parameters share: where parameters live, what computes with them, and which
+part of the published tensors they hold."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from aioengine.dist.groups import GroupCoordinator
+from aioengine.layers.backend import LayerBackend, layer_backend
 from aioengine.layers.partition import Shard
 
 
@@ -18,10 +20,22 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def backend(self) -> LayerBackend:
+        return layer_backend(self.device.type, self.dtype)
+
     def empty(self, *shape: int) -> nn.Parameter:
         """Uninitialised memory: the loader fills it, padding included."""
         data = torch.empty(shape, dtype=self.dtype, device=self.device)
         return nn.Parameter(data, requires_grad=False)
+
+    def stacked(self, sizes: Sequence[int], *shape: int) -> tuple[Tensor, list[nn.Parameter]]:
+        """Parameters of `sizes` rows that lie one behind the other, and all their rows as one
+        tensor."""
+        rows = torch.empty((sum(sizes), *shape), dtype=self.dtype, device=self.device)
+        return rows, [
+            nn.Parameter(part, requires_grad=False) for part in rows.split_with_sizes(sizes)
+        ]
 
 
 class ShardedModule(nn.Module):

@@ -23,6 +23,7 @@ from aioengine.model_config import ModelConfig
 from aioengine.rank.garbage import settle_collector
 from aioengine.rank.joining import Links, join_launch
 from aioengine.rank.place import Place
+from aioengine.rank.recording import StepRecorder
 from aioengine.rank.roles import new_engine, new_front_end, new_watch
 from aioengine.rank.serving import HttpService
 from aioengine.rank.tracing import TraceSubject
@@ -140,7 +141,8 @@ class Rank:
         self._engine = new_engine(place, self._model, self._source, links, watch, device)
         subject = TraceSubject(self._engine, watch, device)
         loop = asyncio.get_running_loop()
-        trace.start(loop, links.key, place.front_end_ranks, subject.describe)
+        steps = StepRecorder(loop, self._engine, watch, device)
+        trace.start(loop, links.key, place.front_end_ranks, subject.describe, steps)
         async with asyncio.TaskGroup() as tasks:
             settling = tasks.create_task(_settle_when_ready(self._engine), name="collector")
             failure = await self._engine.run()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aioengine.layers.forward_batch import Attention, ForwardBatch, LayerCache, PagedInputs
 from aioengine.messages import PREV, SlotStep, StepPlan
+from aioengine.timeline.probe import Kind, Probe
 from aioengine.worker.decode_rows import DecodeRows
 from aioengine.worker.prompt_logprobs import PromptChunk, PromptWatch
 from aioengine.worker.sampler import SamplingBatch, SamplingRows
@@ -173,6 +174,13 @@ class BatchBuilder:
             if self._role.is_last
             else (),
         )
+
+    def probes(self) -> list[Probe]:
+        attention = {"write_kv": Kind.ATTENTION, "attend": Kind.ATTENTION}
+        return [
+            Probe(self, "build", Kind.BATCH),
+            Probe(self, "_attention", Kind.BATCH, attention),
+        ]
 
     def _paged_inputs(
         self,

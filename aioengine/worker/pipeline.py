@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aioengine.dist.groups import GroupCoordinator, Transfer
+from aioengine.timeline.probe import Kind, Probe
 
 
 class _Sends:
@@ -76,6 +77,15 @@ class StageLink:
     def send(self, hidden_TD: Tensor) -> None:
         """To the next stage; the tensor must not be written to any more."""
         self._sends.add(self._pp.isend(hidden_TD.contiguous(), self._pp.rank_in_group + 1))
+
+    def probes(self) -> list[Probe]:
+        if not self.receives:
+            return [Probe(self, "send", Kind.SEND)]
+        return [
+            Probe(self, "prepare", Kind.POST_RECEIVE),
+            Probe(self, "receive", Kind.RECEIVE),
+            Probe(self, "send", Kind.SEND),
+        ]
 
     def close(self) -> None:
         self._sends.finish()

@@ -23,11 +23,14 @@ from aioengine.dist.worlds import (
     open_groups,
 )
 from aioengine.layers.attention import attention_backend
+from aioengine.layers.probes import layer_probes
+from aioengine.layers.team import Team, open_team
 from aioengine.layout import ParallelLayout
 from aioengine.messages import RemoteCall, Sampled, StepPlan, StepResult
 from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
 from aioengine.rpc import rpc_method, run_method
+from aioengine.timeline.probe import Kind, Probe
 from aioengine.worker.batch import BatchBuilder, Role, StepInputs
 from aioengine.worker.device import check_dtype, device_id, select_device, set_cpu_threads
 from aioengine.worker.kv_store import KVShape
@@ -117,6 +120,7 @@ class Worker:
         self._rules: LogitRules
         self._link: StageLink
         self._feedback: Feedback | None
+        self._team: Team | None = None
 
     # --- what the device thread calls
 
@@ -153,6 +157,26 @@ class Worker:
                 self._groups.tp.enter_job(seq)
             return run_method(call, self, self.rank - self._layout.leader_of(self.rank))
 
+    def probes(self) -> list[Probe]:
+        """What of a step can be timed, once the replica is ready."""
+        assert self._groups is not None
+        probes = [
+            Probe(self, "execute", Kind.STEP),
+            Probe(self, "call", Kind.OTHER_JOB),
+            Probe(self, "remote", Kind.OTHER_JOB),
+            Probe(self, "_last_ids", Kind.RECEIVE_IDS),
+            Probe(self, "_sample", Kind.SAMPLE),
+            Probe(self.stage, "forward", Kind.LAYERS),
+            Probe(self.stage, "compute_logits", Kind.LOGITS),
+            *layer_probes(self.stage),
+            *self._builder.probes(),
+            *self._link.probes(),
+            *self._groups.tp.probes(),
+        ]
+        if self._feedback is not None:
+            probes.append(Probe(self._feedback, "publish", Kind.SEND_IDS))
+        return probes
+
     # --- start-up and end
 
     @device_call
@@ -164,6 +188,8 @@ class Worker:
         num_threads = set_cpu_threads(
             self._config.cpu_threads, self._omp_num_threads, self._local_world_size
         )
+        if self.device.type == "cpu":
+            self._team = open_team(num_threads)
         logger.info("computing on %s in %s, %d threads", self.device, self.dtype, num_threads)
         if self._layout.world_size == 1:
             self._build_groups()
@@ -246,6 +272,8 @@ class Worker:
     @device_call
     def close(self) -> None:
         """Orderly end: every rank of the replica calls it after its last plan."""
+        if self._team is not None:
+            self._team.close()
         if self._groups is None:
             return
         self._link.close()
@@ -258,6 +286,8 @@ class Worker:
     def abandon(self) -> None:
         """The end after a failure: frees what this process holds, and waits for no transfer, as
         the rank at its other end may be gone."""
+        if self._team is not None:
+            self._team.close()
         if self._groups is not None:
             self._groups.close()
             self._groups = None
@@ -298,7 +328,7 @@ class Worker:
         # A request holds no more blocks than there are; plans of the null block alone may.
         room = (num_blocks - 1) * self._config.block_size
         longest = max(room, self._config.max_num_batched_tokens + self._config.block_size)
-        attention = attention_backend(self.device.type, self._config.block_size)
+        attention = attention_backend(self.device.type, self._config.block_size, self._team)
         self._builder = BatchBuilder(
             self._role,
             self._kv_shape.allocate(num_blocks, self.device, attention),
@@ -334,6 +364,8 @@ class Worker:
     # --- one step
 
     def _step(self, seq: int, plan: StepPlan) -> StepResult | None:
+        if self._team is not None:
+            self._team.wake()
         inputs = self._builder.build(plan, self._last_ids)
         hidden_TD: Tensor = self.stage(inputs.forward, self._link.receive(seq))
         if not self._role.is_last:
