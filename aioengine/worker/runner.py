@@ -230,6 +230,7 @@ class Worker:
             is_last=self._role.is_last,
             tp=self._groups.tp,
             dtype=self.dtype,
+            team=self._team,
         )
         self._memory.check_weights(plan.num_bytes, self.dtype)
         self.stage = load_stage(plan, self._source, self.device, speaks=self.rank == 0)
