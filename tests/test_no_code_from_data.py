@@ -67,6 +67,7 @@ IMPORTERS = {
     "aioengine/dist/shared_memory.py": "the kernels",
     "aioengine/engine/executor_backend.py": "the module that a flag names",
     "aioengine/layers/attention.py": "the backend of the CPU, which needs numba",
+    "aioengine/layers/team.py": "the threads of the CPU, which need numba",
     "aioengine/rpc.py": "the module of a function that the program around the engine has passed",
 }
 """Who imports a module when it runs, and which."""

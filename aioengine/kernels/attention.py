@@ -1,4 +1,4 @@
-"""Compiled attention over the paged cache of a CPU, in place. Needs numba.
+"""Compiled attention of rows with one token over the paged cache, in place; and writing to it.
 
 Shapes: R rows · K kv heads · G query heads of a kv head · H head_dim · L cached tokens.
 
@@ -16,19 +16,23 @@ it; those lanes are dropped.
 from typing import Any, Final
 
 import numpy as np
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from aioengine.kernels.codegen import (
+    BFLOAT16,
     F32,
+    FLOAT16,
+    FLOAT32,
     IR_TYPES,
     Code,
     bytes_of,
     copy_element,
     element_bytes,
-    entry,
     inlined,
+    kernel,
     load_element,
+    pointer,
     store_element,
 )
 
@@ -177,36 +181,69 @@ def _softmax(typing: Any, scores: Any, num_vectors: Any) -> Any:
 
 
 # --- kernels -----------------------------------------------------------------------------------
-#
-# Addresses of tensors are integers. `kind` is the type of the elements (codegen.FLOAT32, …),
-# `shape` is (K, G, H, block_size). numba compiles a kernel once for each kind.
+
+TENSORS: Final = ("q", "k", "v", "out")
+"""The first fields of the jobs over a cache: what differs from layer to layer."""
+
+ATTEND: Final = np.dtype(
+    [(name, np.int64) for name in TENSORS]
+    + [
+        ("q_stride", np.int64),  # elements from token to token
+        ("tables", np.int64),  # int64 [R, B]
+        ("table_stride", np.int64),
+        ("lengths", np.int64),  # int64 [R]
+        ("num_kv", np.int64),
+        ("group", np.int64),
+        ("head_dim", np.int64),
+        ("block_size", np.int64),
+        ("scratch", np.int64),  # float32 [threads, 3, MAX_HEADS, room]
+        ("room", np.int64),  # scratch_room(longest row, H)
+        ("scale", np.float64),  # of scores, in units of log 2
+    ]
+)
+"""`args` of attention of rows with one token: addresses and sizes."""
+
+STORE: Final = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            *("k_new", "v_new", "k", "v"),  # addresses
+            *("k_stride", "v_stride"),  # elements from token to token
+            *("slots", "num_tokens"),  # int64 [T]
+            *("num_kv", "head_dim", "block_size"),
+        )
+    ]
+)
+STORED_TOKENS: Final = 16
+"""Of a chunk: a block's worth, as the keys of a block share cache lines."""
+
+
+def scratch_room(longest: int, head_dim: int) -> int:
+    """For the scores of the longest row, or the outputs of a head."""
+    return max(longest, head_dim) + 2 * VECTOR
 
 
 @inlined
-def _attend_heads(
-    kind: Any,
-    shape: tuple[int, ...],
-    heads: int,
-    q: int,
-    keys: int,
-    values: int,
-    out: int,
-    table: Any,
-    length: int,
-    scale: float,
-    scratch: Any,
-) -> None:
-    """`heads` query heads of one kv head of one row. `keys` and `values` are of that head in block
-    0, `scratch` has a line per head for each of queries, scores and outputs."""
-    num_kv, _, head_dim, block_size = shape
+def _attend_heads(kind: Any, job: Any, row: int, kv: int, first: int, scratch: Any) -> None:
+    """Up to MAX_HEADS query heads of a kv head, from `first` of its G on. `scratch` has a line per
+    head for each of queries, scores and outputs."""
+    head_dim, block_size, room = job.head_dim, job.block_size, job.room
     size = element_bytes(kind)
-    room = scratch.shape[2]
+    heads = min(MAX_HEADS, job.group - first)
+    place = (kv * job.group + first) * head_dim
+    q = job.q + (row * job.q_stride + place) * size
+    out = job.out + (row * job.num_kv * job.group * head_dim + place) * size
+    keys = job.k + kv * head_dim * block_size * size
+    values = job.v + kv * head_dim * block_size * size
+    length = carray(pointer(job.lengths), row + 1, np.int64)[row]
+    num_blocks = -(-length // block_size)
+    table = carray(pointer(job.tables + row * job.table_stride * 8), num_blocks, np.int64)
     queries, scores, sums = scratch[0].ctypes.data, scratch[1].ctypes.data, scratch[2].ctypes.data
     num_vectors = (length + VECTOR - 1) // VECTOR
-    block_bytes = num_kv * head_dim * block_size * size
+    block_bytes = job.num_kv * head_dim * block_size * size
     flat = scratch[0].reshape(-1)
     for i in range(heads * head_dim):
-        flat[i] = load_element(kind, q + i * size) * scale
+        flat[i] = load_element(kind, q + i * size) * job.scale
     for vector in range(num_vectors):
         block, slot = divmod(vector * VECTOR, block_size)
         here = keys + table[block] * block_bytes + slot * size
@@ -235,66 +272,57 @@ def _attend_heads(
             store_element(kind, scratch[2, head, i] * inverse, out + (head * head_dim + i) * size)
 
 
-@entry
-def attend(
-    kind: Any,
-    shape: tuple[int, ...],
-    q: int,
-    q_stride: int,
-    k: int,
-    v: int,
-    out: int,
-    tables: Any,
-    lengths: Any,
-    scale: float,
-    scratch: Any,
-) -> None:
-    """Rows of one token each, `q_stride` elements apart. `tables` int64 [R, B], `lengths` int64
-    [R]; `scratch` float32 [3, MAX_HEADS, room], with room for the longest row and for H, rounded up
-    to VECTOR, and VECTOR more."""
-    num_kv, group, head_dim, block_size = shape
-    size = element_bytes(kind)
-    head_bytes = head_dim * block_size * size
-    for row in range(len(lengths)):
-        for kv in range(num_kv):
-            for start in range(0, group, MAX_HEADS):
-                head = (kv * group + start) * head_dim
-                _attend_heads(
-                    kind,
-                    shape,
-                    min(MAX_HEADS, group - start),
-                    q + (row * q_stride + head) * size,
-                    k + kv * head_bytes,
-                    v + kv * head_bytes,
-                    out + (row * num_kv * group * head_dim + head) * size,
-                    tables[row],
-                    lengths[row],
-                    scale,
-                    scratch,
-                )
+@inlined
+def _attend_row(kind: Any, args: int, chunk: int, thread: int) -> None:
+    job = carray(pointer(args), 1, ATTEND)[0]
+    row, kv = divmod(chunk, job.num_kv)
+    lines = pointer(job.scratch + thread * 3 * MAX_HEADS * job.room * 4)
+    scratch = carray(lines, (3, MAX_HEADS, job.room), np.float32)
+    for first in range(0, job.group, MAX_HEADS):
+        _attend_heads(kind, job, row, kv, first, scratch)
 
 
-@entry
-def store(
-    kind: Any,
-    shape: tuple[int, ...],
-    k: int,
-    v: int,
-    k_new: int,
-    k_stride: int,
-    v_new: int,
-    v_stride: int,
-    slots: Any,
-) -> None:
-    """Keys and values of new tokens, `*_stride` elements apart, to their `slots` (int64 [T])."""
-    num_kv, _, head_dim, block_size = shape
+@kernel
+def attend_float32(args: int, chunk: int, thread: int) -> None:
+    """`args` is an ATTEND; chunk i is kv head i % K of row i // K."""
+    _attend_row(FLOAT32, args, chunk, thread)
+
+
+@kernel
+def attend_bfloat16(args: int, chunk: int, thread: int) -> None:
+    _attend_row(BFLOAT16, args, chunk, thread)
+
+
+@kernel
+def attend_float16(args: int, chunk: int, thread: int) -> None:
+    _attend_row(FLOAT16, args, chunk, thread)
+
+
+@inlined
+def _store(kind: Any, args: int, chunk: int) -> None:
+    job = carray(pointer(args), 1, STORE)[0]
+    num_kv, head_dim, block_size = job.num_kv, job.head_dim, job.block_size
     size = element_bytes(kind)
-    for token in range(len(slots)):
+    slots = carray(pointer(job.slots), job.num_tokens, np.int64)
+    first = chunk * STORED_TOKENS
+    for token in range(first, min(first + STORED_TOKENS, job.num_tokens)):
         block, slot = divmod(slots[token], block_size)
         for kv in range(num_kv):
             head = (block * num_kv + kv) * head_dim * block_size
+            k_new = job.k_new + (token * job.k_stride + kv * head_dim) * size
+            v_new = job.v_new + (token * job.v_stride + kv * head_dim) * size
+            k, v = job.k + (head + slot) * size, job.v + (head + slot * head_dim) * size
             for i in range(head_dim):
-                at = kv * head_dim + i
-                key, value = head + i * block_size + slot, head + slot * head_dim + i
-                copy_element(kind, k_new + (token * k_stride + at) * size, k + key * size)
-                copy_element(kind, v_new + (token * v_stride + at) * size, v + value * size)
+                copy_element(kind, k_new + i * size, k + i * block_size * size)
+                copy_element(kind, v_new + i * size, v + i * size)
+
+
+@kernel
+def store_4_bytes(args: int, chunk: int, thread: int) -> None:
+    """`args` is a STORE; chunk i is its i-th STORED_TOKENS new tokens."""
+    _store(FLOAT32, args, chunk)
+
+
+@kernel
+def store_2_bytes(args: int, chunk: int, thread: int) -> None:
+    _store(BFLOAT16, args, chunk)

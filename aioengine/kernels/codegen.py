@@ -126,14 +126,6 @@ class Kernel:
         self._function = function
 
     @cached_property
-    def _compiled(self) -> Any:
-        signature = (types.int64,) * 3, types.void
-        compiled: Any = CFunc(self._function, signature, locals={}, options={"nogil": True})
-        compiled._cache = _cache_for(self._function)
-        compiled.compile()
-        return compiled
-
-    @property
     def address(self) -> int:
         """The machine code, loaded from the cache or compiled when first asked for."""
         return int(self._compiled.address)
@@ -141,6 +133,14 @@ class Kernel:
     @property
     def was_cached(self) -> bool:
         return bool(self._compiled.cache_hits)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        signature = (types.int64,) * 3, types.void
+        compiled: Any = CFunc(self._function, signature, locals={}, options={"nogil": True})
+        compiled._cache = _cache_for(self._function)
+        compiled.compile()
+        return compiled
 
 
 def kernel(function: Callable[[int, int, int], None]) -> Kernel:
@@ -213,18 +213,21 @@ class Code:
         return self.call(f"llvm.maxnum.v{self.lanes}f32", self.floats, a, b)
 
     def exp2(self, x: Any) -> Any:
-        """2^x, to 2e-7 of it; for what is below -126, and for NaN, 2^-126."""
+        """2^x, to 2e-7 of it, for x ≤ 127; 0 for x < -126."""
         builder = self.builder
+        rounder = self.fill(_ROUNDER)
+        is_zero = builder.fcmp_ordered("<", x, self.fill(-126.0))
         x = self.max(x, self.fill(-126.0))
-        whole = self.call(f"llvm.rint.v{self.lanes}f32", self.floats, x)
-        part = builder.fsub(x, whole)
+        whole = builder.fadd(x, rounder)  # in the lowest bits, and below them x is cut off
+        part = builder.fsub(x, builder.fsub(whole, rounder))
         power = self.fill(_EXP2[-1])
         for coefficient in reversed(_EXP2[:-1]):
             power = self.fma(power, part, self.fill(coefficient))
-        exponent = builder.add(builder.fptosi(whole, self.ints), self.fill(127))
-        return builder.fmul(
-            power, builder.bitcast(builder.shl(exponent, self.fill(23)), self.floats)
+        exponent = builder.shl(builder.bitcast(whole, self.ints), self.fill(23))
+        power = builder.bitcast(
+            builder.add(builder.bitcast(power, self.ints), exponent), self.floats
         )
+        return builder.select(is_zero, self.zero, power)
 
     def sum_lanes(self, vector: Any) -> Any:
         """Neighbours first, then neighbouring sums, and so on."""
@@ -276,6 +279,8 @@ class Code:
 
 _EXP2: Final = (1.0, 0.69314718, 0.24022651, 0.055504109, 0.0096181291, 0.0013333558, 0.00015403530)
 """Taylor series of 2^x, right to 1.2e-7 for |x| ≤ 0.5."""
+_ROUNDER: Final = 1.5 * 2.0**23
+"""A float32 from here on has no bits for fractions."""
 
 
 def bytes_of(element: Any) -> int:
@@ -324,7 +329,17 @@ def _all(kind: Any, value: int) -> ir.Constant:
     return ir.Constant(kind, [value] * kind.count if is_vector else value)
 
 
-# --- elements, in compiled functions -------------------------------------------------------------
+# --- memory, in compiled functions ---------------------------------------------------------------
+
+
+@intrinsic
+def pointer(typing: Any, address: Any) -> Any:
+    """For numba.carray."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
 
 
 @intrinsic
@@ -358,6 +373,24 @@ def store_element(typing: Any, kind: Any, value: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(kind, types.float32, types.int64), generate
+
+
+@intrinsic
+def fill_floats(typing: Any, address: Any, count: Any, value: Any) -> Any:
+    """`count` float32 (none if negative) of one value."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, count, value = args
+        code = Code(builder)
+
+        def store(i: Any, sums: list[Any]) -> list[Any]:
+            code.store(value, code.at(address, i, 4))
+            return []
+
+        code.loop(count, [], store)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), generate
 
 
 @intrinsic

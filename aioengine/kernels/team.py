@@ -40,7 +40,7 @@ from aioengine.kernels.atomics import (
     replace,
     store_release,
 )
-from aioengine.kernels.codegen import I64, entry, inlined
+from aioengine.kernels.codegen import I64, entry, inlined, pointer
 
 PAUSE_NS: Final = 20_000
 AWAKE_NS: Final = 1_000_000
@@ -77,17 +77,9 @@ def _call(typing: Any, address: Any, args: Any, chunk: Any, thread: Any) -> Any:
     return types.void(*[types.int64] * 4), generate
 
 
-@intrinsic
-def _pointer(typing: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
-
-
 @inlined
 def _words(address: int, count: int) -> Any:
-    return carray(_pointer(address), count, np.int64)
+    return carray(pointer(address), count, np.int64)
 
 
 @inlined

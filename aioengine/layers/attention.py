@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from aioengine.layers.forward_batch import Attention, LayerCache, PagedInputs
 from aioengine.layers.prefill import attend_prefill, causal_mask
+from aioengine.layers.team import Team
 
 log = logging.getLogger(__name__)
 
@@ -149,25 +150,23 @@ GATHER: Final = AttentionBackend(
 )
 
 
-def attention_backend(device_type: str, block_size: int) -> AttentionBackend:
-    """`device_type` as torch names it. On CPU compiled kernels, where numba works and blocks are of
-    16, 32, … slots."""
-    if device_type != "cpu":
+def attention_backend(
+    device_type: str, block_size: int, team: Team | None = None
+) -> AttentionBackend:
+    """`device_type` as torch names it. On CPU compiled kernels, worked by this team, where there is
+    one and blocks are of 16, 32, … slots."""
+    if device_type != "cpu" or team is None:
         return GATHER
-    try:
-        module = importlib.import_module("aioengine.layers.cpu_attention")
-    except ImportError as error:
-        log.warning("attention without compiled kernels: %s", error)
-        return GATHER
-    if block_size % module.kernels.VECTOR:
+    module = importlib.import_module("aioengine.layers.cpu_attention")
+    if block_size % module.VECTOR:
         log.warning(
             "attention without compiled kernels: --block-size %d is no multiple of %d",
             block_size,
-            module.kernels.VECTOR,
+            module.VECTOR,
         )
         return GATHER
     return AttentionBackend(
-        module.CpuAttention,
+        module.CpuThreads(team).begin,
         lambda blocks, slots, heads, dim: (
             (blocks, heads, dim, slots),
             (blocks, heads, slots, dim),

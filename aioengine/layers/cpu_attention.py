@@ -1,114 +1,162 @@
-"""Attention on CPU: decodes by compiled kernels, in place; prefills by torch's SDPA.
+"""Attention on CPU by compiled kernels, in place: one for rows with one token, one for the others.
 
 Shapes: T tokens · R rows · N query heads · K kv heads · G = N / K query heads of a kv head ·
-H head_dim · L cached tokens · B blocks · Q tokens of one prefill row.
+H head_dim · B blocks.
 """
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.kernels import attention as kernels
-from aioengine.kernels import codegen
+from aioengine.kernels import attention as decode
+from aioengine.kernels import prefill
+from aioengine.kernels.codegen import Kernel
+from aioengine.kernels.team import Team
 from aioengine.layers.forward_batch import LayerCache, PagedInputs
-from aioengine.layers.prefill import attend_prefill, causal_mask
 
-KINDS: Final = {
-    torch.float32: codegen.FLOAT32,
-    torch.bfloat16: codegen.BFLOAT16,
-    torch.float16: codegen.FLOAT16,
+VECTOR: Final = decode.VECTOR
+
+_STORE: Final = {4: decode.store_4_bytes, 2: decode.store_2_bytes}
+"""By the bytes of an element."""
+_DECODE: Final = {
+    torch.float32: decode.attend_float32,
+    torch.bfloat16: decode.attend_bfloat16,
+    torch.float16: decode.attend_float16,
 }
-"""What stands for a type in the kernels."""
+_PREFILL: Final = {
+    torch.float32: prefill.attend_float32,
+    torch.bfloat16: prefill.attend_bfloat16,
+    torch.float16: prefill.attend_float16,
+}
+"""For every type, also where the processor has instructions for bfloat16: float32 vectors of 16
+have half their rate, of which torch's SDPA reaches a quarter on such processors, over keys and
+values that have to be gathered first."""
+_LINE_BYTES: Final = 64
+_LOG2_E: Final = 1.4426950408889634
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """A row with several tokens. `mask_QL` is None when nothing precedes them (plain causal)."""
+class CpuThreads:
+    """What attends on CPU: a team, and scratch memory that grows to what steps need."""
 
-    tokens: slice
-    blocks_B: Tensor
-    length: int
-    mask_QL: Tensor | None
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self._scratch = np.empty(0, np.float32)
+
+    def scratch(self, floats_per_thread: int) -> int:
+        """Address of uninitialised float32 [threads, floats_per_thread], until the next call."""
+        needed = floats_per_thread * self.team.num_threads + _LINE_BYTES // 4
+        if self._scratch.size < needed:
+            self._scratch = np.empty(needed, np.float32)
+        address = self._scratch.ctypes.data
+        return address + -address % _LINE_BYTES
+
+    def begin(self, inputs: PagedInputs) -> "CpuAttention":
+        return CpuAttention(inputs, self)
+
+
+class _Job:
+    """A kernel's record of arguments. The first fields are addresses that differ per layer."""
+
+    def __init__(self, kind: np.dtype[Any]) -> None:
+        self._record = np.zeros(1, kind)
+        self._words = self._record.view(np.int64)
+        self.address = self._words.ctypes.data
+        self.num_chunks = 0
+
+    def set(self, **fields: float) -> None:
+        for name, value in fields.items():
+            self._record[name] = value
+
+    def run(self, team: Team, kernel: Kernel, *tensors: Tensor) -> None:
+        self._words[: len(tensors)] = [tensor.data_ptr() for tensor in tensors]
+        team.run(kernel.address, self.address, self.num_chunks)
 
 
 class CpuAttention:
     """Keys lie as [block, K, H, slot] and values as [block, K, slot, H]; blocks are of a multiple
-    of `kernels.VECTOR` slots.
+    of VECTOR slots.
 
     Nothing beyond a row's own tokens has an influence: what other requests left behind (NaN, even)
-    is masked or cut off.
+    is overwritten or not read.
     """
 
-    def __init__(self, inputs: PagedInputs) -> None:
-        num_decodes = inputs.num_decodes
-        self._block_size = inputs.block_size
-        self._slots_T = inputs.slot_mapping_T.numpy()
-        self._tables_RB = inputs.block_table_RB.numpy()[:num_decodes]
-        self._lengths_R = inputs.context_lens_R.numpy()[:num_decodes]
-        self._longest = max(inputs.context_lens[:num_decodes], default=0)
-        self._prefills = _prefills(inputs)
-        self._scratch = np.empty((0, 0, 0), np.float32)
+    def __init__(self, inputs: PagedInputs, threads: CpuThreads) -> None:
+        self._inputs = inputs
+        self._threads = threads
+        self._store: _Job | None = None
+        self._jobs: list[tuple[dict[torch.dtype, Kernel], _Job]] | None = None
+        self._tiles = np.empty(0, prefill.TILE)
 
     def write_kv(self, cache: LayerCache, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        num_kv, head_dim = k_TKH.shape[1:]
+        num_tokens, num_kv, head_dim = k_TKH.shape
         assert k_TKH.stride()[1:] == v_TKH.stride()[1:] == (head_dim, 1)
-        kernels.store(
-            KINDS[k_TKH.dtype],
-            (num_kv, 1, head_dim, self._block_size),
-            cache.k.data_ptr(),
-            cache.v.data_ptr(),
-            k_TKH.data_ptr(),
-            k_TKH.stride(0),
-            v_TKH.data_ptr(),
-            v_TKH.stride(0),
-            self._slots_T,
-        )
+        if self._store is None:
+            self._store = _Job(decode.STORE)
+            self._store.num_chunks = -(-num_tokens // decode.STORED_TOKENS)
+            self._store.set(
+                k_stride=k_TKH.stride(0),
+                v_stride=v_TKH.stride(0),
+                slots=self._inputs.slot_mapping_T.data_ptr(),
+                num_tokens=num_tokens,
+                num_kv=num_kv,
+                head_dim=head_dim,
+                block_size=self._inputs.block_size,
+            )
+        kernel = _STORE[k_TKH.element_size()]
+        self._store.run(self._threads.team, kernel, k_TKH, v_TKH, cache.k, cache.v)
 
     def attend(self, cache: LayerCache, q_TNH: Tensor) -> Tensor:
+        if self._jobs is None:  # one for all layers of the step, which are alike
+            self._jobs = self._make_jobs(q_TNH, cache.k.shape[1])
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
-        if len(self._lengths_R):
-            self._attend_decodes(cache, q_TNH, out_TNH)
-        for row in self._prefills:
-            k_LKH = cache.k.index_select(0, row.blocks_B).permute(0, 3, 1, 2).flatten(0, 1)
-            v_LKH = cache.v.index_select(0, row.blocks_B).transpose(1, 2).flatten(0, 1)
-            out_TNH[row.tokens] = attend_prefill(
-                q_TNH[row.tokens], k_LKH[: row.length], v_LKH[: row.length], row.mask_QL
-            )
+        for kernels, job in self._jobs:
+            job.run(self._threads.team, kernels[q_TNH.dtype], q_TNH, cache.k, cache.v, out_TNH)
         return out_TNH
 
-    def _attend_decodes(self, cache: LayerCache, q_TNH: Tensor, out_TNH: Tensor) -> None:
+    def _make_jobs(
+        self, q_TNH: Tensor, num_kv: int
+    ) -> list[tuple[dict[torch.dtype, Kernel], _Job]]:
         num_heads, head_dim = q_TNH.shape[1:]
-        num_kv = cache.k.shape[1]
         assert q_TNH.stride()[1:] == (head_dim, 1)
-        if not self._scratch.size:  # one for all layers of the step
-            room = max(self._longest, head_dim) + 2 * kernels.VECTOR
-            self._scratch = np.empty((3, kernels.MAX_HEADS, room), np.float32)
-        kernels.attend(
-            KINDS[q_TNH.dtype],
-            (num_kv, num_heads // num_kv, head_dim, self._block_size),
-            q_TNH.data_ptr(),
-            q_TNH.stride(0),
-            cache.k.data_ptr(),
-            cache.v.data_ptr(),
-            out_TNH.data_ptr(),
-            self._tables_RB,
-            self._lengths_R,
-            head_dim**-0.5 * kernels.LOG2_E,
-            self._scratch,
-        )
+        assert self._inputs.block_table_RB.stride(1) == 1
+        inputs, group = self._inputs, num_heads // num_kv
+        decodes, prefills = _Job(decode.ATTEND), _Job(prefill.JOB)
+        longest = max(inputs.context_lens[: inputs.num_decodes], default=0)
+        room = decode.scratch_room(longest, head_dim)
+        floats = prefill.scratch_floats(group, head_dim)
+        scratch = self._threads.scratch(max(3 * decode.MAX_HEADS * room, floats))
+        for job in (decodes, prefills):
+            job.set(
+                q_stride=q_TNH.stride(0),
+                tables=inputs.block_table_RB.data_ptr(),
+                table_stride=inputs.block_table_RB.stride(0),
+                num_kv=num_kv,
+                group=group,
+                head_dim=head_dim,
+                block_size=inputs.block_size,
+                scratch=scratch,
+                scale=head_dim**-0.5 * _LOG2_E,
+            )
+        decodes.set(lengths=inputs.context_lens_R.data_ptr(), room=room)
+        decodes.num_chunks = inputs.num_decodes * num_kv
+        self._tiles = _tiles(inputs, prefill.tokens_of_tile(group))
+        prefills.set(tiles=self._tiles.ctypes.data, scratch_floats=floats)
+        prefills.num_chunks = len(self._tiles) * num_kv
+        jobs = [(_DECODE, decodes), (_PREFILL, prefills)]
+        return [(kernels, job) for kernels, job in jobs if job.num_chunks]
 
 
-def _prefills(inputs: PagedInputs) -> list[_Prefill]:
-    prefills = []
+def _tiles(inputs: PagedInputs, most: int) -> np.ndarray[Any, Any]:
+    """Up to `most` tokens each of the rows with several, those with the most work first."""
+    tiles = []
     first = inputs.num_decodes
     for row in range(inputs.num_decodes, len(inputs.query_lens)):
         num_tokens, length = inputs.query_lens[row], inputs.context_lens[row]
-        tokens = slice(first, first + num_tokens)
+        for start in range(0, num_tokens, most):
+            position = length - num_tokens + start
+            tiles.append((row, first + start, position, min(most, num_tokens - start)))
         first += num_tokens
-        blocks_B = inputs.block_table_RB[row, : -(-length // inputs.block_size)]
-        mask_QL = causal_mask(num_tokens, length, blocks_B.device)
-        prefills.append(_Prefill(tokens, blocks_B, length, mask_QL))
-    return prefills
+    tiles.sort(key=lambda tile: -tile[2])
+    return np.array(tiles, prefill.TILE)

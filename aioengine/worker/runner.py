@@ -23,6 +23,7 @@ from aioengine.dist.worlds import (
     open_groups,
 )
 from aioengine.layers.attention import attention_backend
+from aioengine.layers.team import Team, open_team
 from aioengine.layout import ParallelLayout
 from aioengine.messages import RemoteCall, Sampled, StepPlan, StepResult
 from aioengine.model_config import ModelConfig
@@ -117,6 +118,7 @@ class Worker:
         self._rules: LogitRules
         self._link: StageLink
         self._feedback: Feedback | None
+        self._team: Team | None = None
 
     # --- what the device thread calls
 
@@ -163,6 +165,8 @@ class Worker:
         num_threads = set_cpu_threads(
             self._config.cpu_threads, self._omp_num_threads, self._local_world_size
         )
+        if self.device.type == "cpu":
+            self._team = open_team(num_threads)
         logger.info("computing on %s in %s, %d threads", self.device, self.dtype, num_threads)
         if self._layout.world_size == 1:
             self._build_groups()
@@ -245,6 +249,8 @@ class Worker:
     @device_call
     def close(self) -> None:
         """Orderly end: every rank of the replica calls it after its last plan."""
+        if self._team is not None:
+            self._team.close()
         if self._groups is None:
             return
         self._link.close()
@@ -257,6 +263,8 @@ class Worker:
     def abandon(self) -> None:
         """The end after a failure: frees what this process holds, and waits for no transfer, as
         the rank at its other end may be gone."""
+        if self._team is not None:
+            self._team.close()
         if self._groups is not None:
             self._groups.close()
             self._groups = None
@@ -297,7 +305,7 @@ class Worker:
         # A request holds no more blocks than there are; plans of the null block alone may.
         room = (num_blocks - 1) * self._config.block_size
         longest = max(room, self._config.max_num_batched_tokens + self._config.block_size)
-        attention = attention_backend(self.device.type, self._config.block_size)
+        attention = attention_backend(self.device.type, self._config.block_size, self._team)
         self._builder = BatchBuilder(
             self._role,
             self._kv_shape.allocate(num_blocks, self.device, attention),
@@ -332,6 +340,8 @@ class Worker:
     # --- one step
 
     def _step(self, seq: int, plan: StepPlan) -> StepResult | None:
+        if self._team is not None:
+            self._team.wake()
         inputs = self._builder.build(plan, self._last_ids)
         hidden_TD: Tensor = self.stage(inputs.forward, self._link.receive(seq))
         if not self._role.is_last:

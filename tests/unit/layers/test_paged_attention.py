@@ -1,11 +1,13 @@
 """Attention over the paged cache equals attention over each row's own tokens, written plainly."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
+from aioengine.kernels.team import Team
 from aioengine.layers import attention as attention_module
 from aioengine.layers.attention import (
     GATHER,
@@ -19,7 +21,10 @@ from aioengine.worker.kv_store import KVShape
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
 HEAD_DIMS = [8, 20, 64, 96]
-BACKENDS = {"gather": GATHER, "cpu kernels": attention_backend("cpu", BLOCK_SIZE)}
+BACKENDS = {
+    "gather": GATHER,
+    "cpu kernels": attention_backend("cpu", BLOCK_SIZE, Team(1)),
+}
 
 
 def paged_inputs(tables: list[list[int]], query_lens: list[int], lens: list[int]) -> PagedInputs:
@@ -125,7 +130,59 @@ def test_half_types_are_rounded_once(dtype: torch.dtype) -> None:
     exact_TNH = torch.stack(
         [plain_attention(q_NH.float(), k, v) for q_NH, (k, v) in zip(q_TNH, histories, strict=True)]
     )
-    torch.testing.assert_close(out_TNH, exact_TNH.to(dtype), atol=1e-3, rtol=torch.finfo(dtype).eps)
+    torch.testing.assert_close(out_TNH, exact_TNH.to(dtype), atol=1e-3, rtol=eps_of(dtype))
+
+
+def eps_of(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_heads"), [(torch.float32, 3), (torch.bfloat16, 9), (torch.float16, 6)]
+)
+def test_a_prefill_does_not_depend_on_its_chunks(dtype: torch.dtype, num_heads: int) -> None:
+    """Bit by bit. Half types are rounded once, too."""
+    length, table = 300, [list(range(NUM_BLOCKS - 1, 0, -1))]
+    backend = BACKENDS["cpu kernels"]
+    generator = torch.Generator().manual_seed(0)
+    q_TNH = torch.randn(length, num_heads, 40, generator=generator).to(dtype)
+    k_TKH, v_TKH = torch.randn(2, length, 3, 40, generator=generator).to(dtype).unbind()
+    cache = unwritten_cache(backend, 3, 40, dtype)
+    whole = backend.begin(paged_inputs(table, [length], [length]))
+    whole.write_kv(cache, k_TKH, v_TKH)
+    whole_TNH = whole.attend(cache, q_TNH)
+
+    cache = unwritten_cache(backend, 3, 40, dtype)
+    pieces = []
+    for start, end in itertools.pairwise([0, 7, 130, 258, length]):
+        chunk = backend.begin(paged_inputs(table, [end - start], [end]))
+        chunk.write_kv(cache, k_TKH[start:end], v_TKH[start:end])
+        pieces.append(chunk.attend(cache, q_TNH[start:end]))
+    assert torch.equal(torch.cat(pieces), whole_TNH)
+
+    exact_TNH = torch.stack(
+        [
+            plain_attention(q_TNH[i].float(), k_TKH[: i + 1].float(), v_TKH[: i + 1].float())
+            for i in range(length)
+        ]
+    )
+    torch.testing.assert_close(whole_TNH, exact_TNH.to(dtype), atol=1e-3, rtol=eps_of(dtype))
+
+
+def test_nothing_depends_on_the_number_of_threads() -> None:
+    team = Team(3)
+    lens, tables = [37, 5, 300], [[21, 22, 23], [20], list(range(1, 20))]
+    generator = torch.Generator().manual_seed(0)
+    new = torch.randn(2, sum(lens), 3, 64, generator=generator)
+    q_TNH = torch.randn(102, 9, 64, generator=generator)
+    results = []
+    for backend in (BACKENDS["cpu kernels"], attention_backend("cpu", BLOCK_SIZE, team)):
+        cache = unwritten_cache(backend, 3, 64, torch.float32)
+        backend.begin(paged_inputs(tables, lens, lens)).write_kv(cache, *new.unbind())
+        attention = backend.begin(paged_inputs(tables, [1, 1, 100], lens))
+        results.append(attention.attend(cache, q_TNH))
+    assert torch.equal(*results)
+    team.close()
 
 
 def test_not_a_number_stays_in_its_row() -> None:
@@ -142,9 +199,11 @@ def test_not_a_number_stays_in_its_row() -> None:
 
 
 def test_blocks_that_do_not_fit_the_kernels_are_gathered(caplog: pytest.LogCaptureFixture) -> None:
-    assert attention_backend("cpu", 24) is GATHER
+    team = Team(1)
+    assert attention_backend("cpu", 24, team) is GATHER
     assert "--block-size 24 is no multiple of 16" in caplog.text
-    assert attention_backend("cuda", 16) is GATHER
+    assert attention_backend("cuda", 16, team) is GATHER
+    assert attention_backend("cpu", 16, None) is GATHER
 
 
 def test_decodes_are_gathered_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
