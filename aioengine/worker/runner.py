@@ -186,7 +186,10 @@ class Worker:
         check_dtype(self.dtype, self.device)
         self._memory = Memory.measure(self.device, self._local_world_size)
         num_threads = set_cpu_threads(
-            self._config.cpu_threads, self._omp_num_threads, self._local_world_size
+            self._config.cpu_threads,
+            self._omp_num_threads,
+            self._local_rank,
+            self._local_world_size,
         )
         if self.device.type == "cpu":
             self._team = open_team(num_threads)
