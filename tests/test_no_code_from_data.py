@@ -64,6 +64,7 @@ IMPORTERS = {
     "aioengine/bench/serve.py": "its part that draws, which needs an extra",
     "aioengine/cli/commands.py": "our own commands",
     "aioengine/cli/layout.py": "its part that needs torch",
+    "aioengine/cli/serve.py": "its part that needs torch",
     "aioengine/dist/shared_memory.py": "the kernels",
     "aioengine/engine/executor_backend.py": "the module that a flag names",
     "aioengine/layers/attention.py": "the backend of the CPU, which needs numba",

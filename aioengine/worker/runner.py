@@ -36,7 +36,7 @@ from aioengine.worker.device import check_dtype, device_id, select_device, set_c
 from aioengine.worker.kv_store import KVShape
 from aioengine.worker.loading import StagePlan, load_stage
 from aioengine.worker.logit_rules import LogitRules
-from aioengine.worker.memory import Memory, num_kv_blocks
+from aioengine.worker.memory import Memory, give_back_freed, num_kv_blocks
 from aioengine.worker.pipeline import Feedback, StageLink
 from aioengine.worker.prompt_logprobs import describe_prompts
 from aioengine.worker.sampler import Sampler, SamplingBatch
@@ -237,6 +237,7 @@ class Worker:
         )
         self._memory.check_weights(plan.num_bytes, self.dtype)
         self.stage = load_stage(plan, self._source, self.device, speaks=self.rank == 0)
+        give_back_freed()
 
     @device_call
     def num_kv_blocks(self) -> int:
