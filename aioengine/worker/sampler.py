@@ -6,7 +6,11 @@ unusable is reported as such and disturbs no other row.
 Shapes: R rows that sample · N rows that draw · M rows that truncate · V vocabulary.
 """
 
+import importlib
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, Literal
 
 import numpy as np
@@ -18,6 +22,8 @@ from aioengine.messages import Sampled, SlotParams
 from aioengine.worker.logprobs import describe, tabulate
 from aioengine.worker.philox import uniforms
 from aioengine.worker.staging import fetch, send
+
+log = logging.getLogger(__name__)
 
 MIN_TEMPERATURE: Final = 1e-5
 """Below it a row is greedy."""
@@ -71,6 +77,11 @@ class SamplingRows:
         self.keys = list(zip(slots.tolist(), epochs.tolist(), strict=True))
         self.drawing = np.flatnonzero(params["temperature"] >= MIN_TEMPERATURE)
         """Rows that are not greedy."""
+        self.draw_params = params[self.drawing]
+        self.draw_columns = [
+            np.ascontiguousarray(self.draw_params[name])
+            for name in ("temperature", "top_k", "top_p", "min_p")
+        ]
         self.asking = np.flatnonzero(params["num_logprobs"] > NO_LOGPROBS)
         """Rows that want log probabilities."""
 
@@ -110,11 +121,15 @@ class Sampler:
     def draw(self, logits_RV: Tensor, batch: SamplingBatch) -> Draws:
         """One id for each row of float32 logits, in which the requests' rules are applied."""
         best_R, ids_R = _best(logits_RV)
-        drawing = batch.rows.drawing
-        if len(drawing):
-            device = logits_RV.device
+        rows = batch.rows
+        drawing, params = rows.drawing, rows.draw_params
+        device = logits_RV.device
+        if len(drawing) and device.type == "cpu" and (kernel := _draw_kernel()) is not None:
+            uniforms_N = uniforms(params["seed"], batch.positions[drawing], params["choice"])
+            logits = logits_RV.contiguous().numpy()
+            kernel(logits, drawing, *rows.draw_columns, uniforms_N, ids_R.numpy())
+        elif len(drawing):
             rows_N = send(drawing, device)
-            params = batch.rows.params[drawing]
             scaled_NV = logits_RV.index_select(0, rows_N) - best_R.index_select(0, rows_N)[:, None]
             scaled_NV /= send(params["temperature"], device)[:, None]
             uniforms_N = uniforms(params["seed"], batch.positions[drawing], params["choice"])
@@ -163,6 +178,17 @@ class Sampler:
             divisor = np.where(temperature < MIN_TEMPERATURE, 1, temperature)
             chosen_NV /= send(divisor, logits_RV.device)[:, None]
         return chosen_NV.log_softmax(dim=1)
+
+
+@cache
+def _draw_kernel() -> Callable[..., None] | None:
+    """Compiled, where numba works."""
+    try:
+        kernel: Callable[..., None] = importlib.import_module("aioengine.kernels.sampling").draw
+    except ImportError as error:
+        log.warning("sampling without compiled kernels: %s", error)
+        return None
+    return kernel
 
 
 def _best(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
