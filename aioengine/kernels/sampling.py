@@ -31,13 +31,15 @@ def draw(
     top_k_N: Any,
     top_p_N: Any,
     min_p_N: Any,
-    uniforms_N: Any,
+    seeds_N: Any,
+    positions_N: Any,
+    choices_N: Any,
     ids_R: Any,
 ) -> None:
     """Replaces the best ids of the rows `rows_N`, in `ids_R`, by drawn ones.
 
-    float32 logits [R, V], temperatures and min_p; int64 rows, top_k (0: off) and ids; float64 top_p
-    and uniforms. A row whose best logit is not finite gets some valid id.
+    float32 logits [R, V], temperatures and min_p; float64 top_p; uint64 seeds; the others int64
+    (top_k 0: off). A row whose best logit is not finite gets some valid id.
     """
     weights_V = np.empty(logits_RV.shape[1], np.float32)
     powers_V = np.empty(logits_RV.shape[1], np.int32)
@@ -50,7 +52,7 @@ def draw(
         if top_p_N[n] < 1:
             target = top_p_N[n] * _run_sums(weights_V, least)[1]
             least = max(least, _least_kept(weights_V, least, False, target))
-        ids_R[row] = _invert(weights_V, least, uniforms_N[n])
+        ids_R[row] = _invert(weights_V, least, uniform(seeds_N[n], positions_N[n], choices_N[n]))
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
@@ -137,3 +139,23 @@ def _invert(weights_V: Any, least: Any, uniform: Any) -> Any:
         else:
             before += sums[run]
     return last
+
+
+@_compiled
+def uniform(seed: Any, position: Any, choice: Any) -> Any:
+    """As `worker/philox.py` has it, for one row: Philox4x32-10."""
+    low, word = np.uint64(0xFFFFFFFF), np.uint64(32)
+    x0, x1 = np.uint64(position) & low, np.uint64(choice) & low
+    x2, x3 = np.uint64(0), np.uint64(0)
+    key0, key1 = seed & low, seed >> word
+    for _ in range(10):
+        product0 = x0 * np.uint64(0xD2511F53)
+        product1 = x2 * np.uint64(0xCD9E8D57)
+        x0 = (product1 >> word) ^ x1 ^ key0
+        x1 = product1 & low
+        x2 = (product0 >> word) ^ x3 ^ key1
+        x3 = product0 & low
+        key0 = (key0 + np.uint64(0x9E3779B9)) & low
+        key1 = (key1 + np.uint64(0xBB67AE85)) & low
+    bits = ((x0 >> np.uint64(5)) << np.uint64(26)) | (x1 >> np.uint64(6))
+    return np.float64(bits) * 2.0**-53

@@ -84,7 +84,7 @@ class SamplingRows:
         self.draw_params = params[self.drawing]
         self.draw_columns = [
             np.ascontiguousarray(self.draw_params[name])
-            for name in ("temperature", "top_k", "top_p", "min_p")
+            for name in ("temperature", "top_k", "top_p", "min_p", "seed", "choice")
         ]
         self.asking = np.flatnonzero(params["num_logprobs"] > NO_LOGPROBS)
         """Rows that want log probabilities."""
@@ -129,9 +129,9 @@ class Sampler:
         drawing, params = rows.drawing, rows.draw_params
         device = logits_RV.device
         if len(drawing) and device.type == "cpu" and (kernel := _draw_kernel()) is not None:
-            uniforms_N = uniforms(params["seed"], batch.positions[drawing], params["choice"])
-            logits = logits_RV.contiguous().numpy()
-            kernel(logits, drawing, *rows.draw_columns, uniforms_N, ids_R.numpy())
+            logits, positions = logits_RV.contiguous().numpy(), batch.positions[drawing]
+            *limits, seeds, choices = rows.draw_columns
+            kernel(logits, drawing, *limits, seeds, positions, choices, ids_R.numpy())
         elif len(drawing):
             rows_N = send(drawing, device)
             scaled_NV = logits_RV.index_select(0, rows_N) - best_R.index_select(0, rows_N)[:, None]

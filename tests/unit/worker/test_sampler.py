@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from aioengine.kernels import sampling as kernels
 from aioengine.messages import Sampled, SlotParams
 from aioengine.worker import sampler as sampler_module
+from aioengine.worker.philox import uniforms
 from aioengine.worker.sampler import ROW_PARAMS, Sampler, SamplingBatch, SamplingRows, row_params
 
 VOCAB_SIZE = 2000
@@ -240,3 +242,11 @@ def test_unusable_rows_get_valid_ids_from_compiled_draws(limits: dict[str, Any])
     draws = Sampler("raw_logprobs").draw(logits_RV, batch_of([slot_params(**limits)] * 4))
     assert ((draws.ids_R >= 0) & (draws.ids_R < VOCAB_SIZE)).all()
     assert draws.best_R.isfinite().tolist() == [False, False, False, True]
+
+
+def test_the_compiled_generator_is_the_same() -> None:
+    generator = np.random.default_rng(5)
+    seeds = generator.integers(0, 2**63, 200, dtype=np.uint64)
+    positions, choices = generator.integers(0, 2**20, 200), generator.integers(0, 128, 200)
+    found = [kernels.uniform(*row) for row in zip(seeds, positions, choices, strict=True)]
+    assert found == uniforms(seeds, positions, choices).tolist()
