@@ -129,7 +129,7 @@ class RecordedSteps(msgspec.Struct, frozen=True, kw_only=True, tag="recorded_ste
     is_cut: bool
     """There was no room for all."""
     error: str = ""
-    """Why the replica failed meanwhile."""
+    """Why there is no more: the replica has failed, or the rank cannot record."""
 
 
 TraceAnswer = (

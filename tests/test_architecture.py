@@ -63,6 +63,7 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 ENVIRONMENT_FILES = (
     "aioengine/dist/launcher.py",
     "aioengine/launch.py",
+    "aioengine/openmp_waits.py",
     "aioengine/embedded/engine.py",
     "aioengine/cli/serve.py",
     "aioengine/bench/collectives.py",

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         if env.world_size > 1:
             raise ValueError(f"{env.kind} started {env.world_size} ranks, and this measures one")
         model = read_model(config)
-        num_threads = set_cpu_threads(config.cpu_threads, env.omp_num_threads, 1)
+        num_threads = set_cpu_threads(config.cpu_threads, env.omp_num_threads, 0, 1)
         machine = _measure_machine(model, num_threads)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             phases = runner.run(measure_engine(config, model))

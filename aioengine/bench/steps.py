@@ -10,10 +10,11 @@ import argparse
 import os
 import statistics
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -31,6 +32,7 @@ from aioengine.bench.steps_report import Measured, RankShare, print_json, print_
 from aioengine.config import EngineConfig
 from aioengine.dist.launcher import read_environment
 from aioengine.embedded.engine import AsyncEngine
+from aioengine.errors import EngineError
 from aioengine.flags import CommandParser
 from aioengine.rank.recording import StepRecorder
 from aioengine.timeline.breakdown import Breakdown, breakdown, mean, steady_decodes
@@ -160,6 +162,11 @@ class _Here:
 _here: Final = _Here()
 
 
+def device_cpu_s(worker: Any) -> float:
+    """What this rank's device thread has computed so far."""
+    return time.thread_time()
+
+
 def begin_recording(worker: Any) -> None:
     assert _here.recorder is not None
     _here.recorder.begin()
@@ -170,6 +177,8 @@ def end_recording(worker: Any, num_streams: int, num_stages: int) -> dict[str, A
     assert _here.recorder is not None
     recorded = _here.recorder.result()
     _here.recorder.end()
+    if recorded.error:
+        raise EngineError(recorded.error)
     steps = steady_decodes(recorded.steps, num_streams, num_stages)
     share = breakdown(recorded, steps)
     return {
@@ -205,43 +214,52 @@ async def measure(plan: Plan) -> list[Measured] | None:
     return measured
 
 
-@dataclass(slots=True)
-class _Rounds:
-    plain_ms: list[float] = field(default_factory=list)
-    """Of a step, the median of each round."""
-    recorded_ms: list[float] = field(default_factory=list)
-    shares: list[dict[str, Any]] = field(default_factory=list)
-    """Of each rank, in each round."""
+class _Round(NamedTuple):
+    step_ms: float
+    """The median."""
+    cpu_s: float
+    """Of the device threads of all ranks."""
 
 
 async def _measure(engine: AsyncEngine, plan: Plan, shape: Shape) -> Measured:
     num_streams, num_stages = shape.num_streams, plan.config.pipeline_parallel_size
-    # Of every shape with the seed alike, so longer prompts begin as shorter ones: one prefill.
     prompts = random_prompts(plan.config.seed, plan.prompt_ids, [shape.input_len] * num_streams)
     output_lens = [plan.output_len] * num_streams
     await generate_all(engine, prompts, [WARM_UP_TOKENS] * num_streams)
-    rounds = _Rounds()
-    for _ in range(plan.num_rounds):
+
+    async def generate() -> _Round:
         take_steps()
+        before_s = sum(await engine.collective_rpc(device_cpu_s))
         await generate_all(engine, prompts, output_lens)
-        rounds.plain_ms.append(_period_ms(take_steps(), num_streams, num_stages))
+        cpu_s = sum(await engine.collective_rpc(device_cpu_s)) - before_s
+        return _Round(_period_ms(take_steps(), num_streams, num_stages), cpu_s)
+
+    plain: list[_Round] = []
+    recorded: list[_Round] = []
+    shares: list[dict[str, Any]] = []
+    for _ in range(plan.num_rounds):
+        plain.append(await generate())
         await engine.collective_rpc(begin_recording)
-        await generate_all(engine, prompts, output_lens)
-        rounds.recorded_ms.append(_period_ms(take_steps(), num_streams, num_stages))
-        rounds.shares += await engine.collective_rpc(end_recording, (num_streams, num_stages))
+        recorded.append(await generate())
+        shares += await engine.collective_rpc(end_recording, (num_streams, num_stages))
     return Measured(
         num_streams=num_streams,
         input_len=shape.input_len,
         output_len=plan.output_len,
         num_stages=num_stages,
         replica=engine.coords.dp,
-        step_ms=statistics.median(rounds.plain_ms),
-        recorded_step_ms=statistics.median(rounds.recorded_ms),
-        costs=statistics.median(
-            recorded / plain - 1 if plain else 0.0
-            for plain, recorded in zip(rounds.plain_ms, rounds.recorded_ms, strict=True)
-        ),
-        ranks=_by_rank(rounds.shares),
+        step_ms=statistics.median(each.step_ms for each in plain),
+        recorded_step_ms=statistics.median(each.step_ms for each in recorded),
+        cost=_cost([each.step_ms for each in plain], [each.step_ms for each in recorded]),
+        cpu_cost=_cost([each.cpu_s for each in plain], [each.cpu_s for each in recorded]),
+        ranks=_by_rank(shares),
+    )
+
+
+def _cost(plain: Sequence[float], recorded: Sequence[float]) -> float:
+    """What recording adds, as a share: the median over pairs of rounds."""
+    return statistics.median(
+        after / before - 1 if before else 0.0 for before, after in zip(plain, recorded, strict=True)
     )
 
 

@@ -38,8 +38,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float
     """Median, while nothing is recorded; 0 when no two adjacent steps had all streams."""
     recorded_step_ms: float
-    costs: float
+    cost: float
     """Of recording, as a share of the step: the median over pairs of rounds."""
+    cpu_cost: float
+    """The same for the CPU time of the device threads, which neighbours disturb less."""
     ranks: list[RankShare]
 
     @property
@@ -94,7 +96,8 @@ def _print_shape(console: Console, each: Measured) -> None:
         return
     console.print(
         f"{what}: {each.step_ms:,.2f} ms a step, {each.tokens_per_s:,.1f} tokens/s; with the "
-        f"recording {each.recorded_step_ms:,.2f} ms ({each.costs:+.1%})",
+        f"recording {each.recorded_step_ms:,.2f} ms ({each.cost:+.1%}; CPU time of device threads "
+        f"{each.cpu_cost:+.1%})",
         soft_wrap=True,
     )
     console.print(

@@ -1,16 +1,18 @@
 """Serve a model on this machine: starts every rank as torchrun would and stays until they end."""
 
 import argparse
+import importlib
 import os
 import sys
 from typing import Final
 
-from aioengine.cli.local_ranks import run_ranks
 from aioengine.cli.rank_flags import add_model_argument, given_flags, to_argv
 from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.flags import CommandParser, add_flags, config_from
 
 RANK_MODULE: Final = "aioengine.launch"
+LAUNCHER_MODULE: Final = "aioengine.cli.local_ranks"
+"""Imported where several ranks are started: it brings torch, 2 s that one rank need not wait."""
 KILL_MARGIN_S: Final = 10
 """How much longer than --shutdown-timeout a rank may take before it is killed."""
 
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if num_ranks == 1 and not max_restarts:
         os.execv(rank_argv[0], rank_argv)
     shutdown_timeout_s = int(config.shutdown_timeout) + KILL_MARGIN_S
-    return run_ranks(
+    status: int = importlib.import_module(LAUNCHER_MODULE).run_ranks(
         "aioengine serve",
         rank_argv,
         num_ranks,
@@ -51,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         max_restarts=max_restarts,
         drains=True,
     )
+    return status
 
 
 def num_processes(config: EngineConfig) -> int:

@@ -132,7 +132,7 @@ def notes(answer: dict[str, Any], recordings: list[RankRecording]) -> Iterator[s
             yield f"{_title(rank)}: {rank['error']}"
     for recording in recordings:
         if recording.recorded.error:
-            yield f"{recording.title}: the replica failed: {recording.recorded.error}"
+            yield f"{recording.title}: the recording ended early: {recording.recorded.error}"
         if recording.recorded.is_cut:
             yield f"{recording.title}: there was no room for all spans"
     fewest = min((len(recording.steps) for recording in recordings), default=0)

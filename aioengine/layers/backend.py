@@ -4,14 +4,16 @@ Shapes: T tokens · I input features · O output features · D hidden size · M 
 F = H / 2.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from aioengine.layers.team import Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,15 @@ TORCH: Final = LayerBackend(
 """Right on any device and for any type."""
 
 
-@cache
-def layer_backend(device_type: str, dtype: torch.dtype) -> LayerBackend:
-    """`device_type` as torch names it."""
-    return TORCH
+def layer_backend(device_type: str, dtype: torch.dtype, team: Team | None = None) -> LayerBackend:
+    """`device_type` as torch names it. On CPU compiled kernels, worked by this team, where there is
+    one."""
+    if device_type != "cpu" or team is None:
+        return TORCH
+    module = importlib.import_module("aioengine.layers.cpu_backend")
+    if dtype not in module.KINDS:
+        return TORCH
+    cpu = module.CpuBackend(dtype, team)
+    return LayerBackend(
+        cpu.linear, cpu.logits, cpu.rms_norm, cpu.add_rms_norm, cpu.silu_mul, cpu.rotate
+    )

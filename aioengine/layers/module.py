@@ -8,21 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from aioengine.dist.groups import GroupCoordinator
-from aioengine.layers.backend import LayerBackend, layer_backend
+from aioengine.layers.backend import TORCH, LayerBackend
 from aioengine.layers.partition import Shard
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The tp group that shares a layer, and the type and device of its parameters."""
+    """The tp group that shares a layer, the type and device of its parameters, and what computes
+    with them."""
 
     tp: GroupCoordinator
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def backend(self) -> LayerBackend:
-        return layer_backend(self.device.type, self.dtype)
+    backend: LayerBackend = TORCH
 
     def empty(self, *shape: int) -> nn.Parameter:
         """Uninitialised memory: the loader fills it, padding included."""

@@ -7,10 +7,8 @@ Shapes: T tokens · D hidden size · N query heads · K kv heads · H head_dim �
 V vocabulary · M = N + 2·K. N and K count this rank's heads.
 """
 
-import torch
 from torch import Tensor, nn
 
-from aioengine.dist.groups import GroupCoordinator
 from aioengine.layers.embedding import LMHead, VocabParallelEmbedding
 from aioengine.layers.forward_batch import ForwardBatch, LayerCache
 from aioengine.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -141,12 +139,9 @@ class LlamaStage(nn.Module):
         *,
         is_first: bool,
         is_last: bool,
-        tp: GroupCoordinator,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         super().__init__()
-        place = Placement(tp, dtype, device)
         self.model = LlamaDecoder(cfg, layers, is_first=is_first, is_last=is_last, place=place)
         tied_to = self.model.embed_tokens if cfg.tie_word_embeddings else None
         self.lm_head = (

@@ -121,7 +121,7 @@ class StepRecorder:
 
         def on_installed(value: Any, error: JobError | None) -> None:
             if error is not None:
-                recording.fail(f"{error.type_name}: {error.message}")
+                recording.fail(f"cannot record: {error.type_name}: {error.message}")
             # The outcomes of all jobs before this one have been told.
             on_begun(self._engine.look().last_seq)
 

@@ -3,6 +3,9 @@
 Steps of a rank follow each other on its device thread, so the time from the begin of one step to
 the begin of the next is what the thread did, its waiting included: rows of the device thread add up
 to the period of a step. What the event loop did meanwhile stands beside it.
+
+Recording a call takes about a microsecond, most of which counts for the call around it: for the
+layers that is "elementwise, norms".
 """
 
 from collections import Counter, defaultdict

@@ -36,7 +36,7 @@ from aioengine.worker.device import check_dtype, device_id, select_device, set_c
 from aioengine.worker.kv_store import KVShape
 from aioengine.worker.loading import StagePlan, load_stage
 from aioengine.worker.logit_rules import LogitRules
-from aioengine.worker.memory import Memory, num_kv_blocks
+from aioengine.worker.memory import Memory, give_back_freed, num_kv_blocks
 from aioengine.worker.pipeline import Feedback, StageLink
 from aioengine.worker.prompt_logprobs import describe_prompts
 from aioengine.worker.sampler import Sampler, SamplingBatch
@@ -186,7 +186,10 @@ class Worker:
         check_dtype(self.dtype, self.device)
         self._memory = Memory.measure(self.device, self._local_world_size)
         num_threads = set_cpu_threads(
-            self._config.cpu_threads, self._omp_num_threads, self._local_world_size
+            self._config.cpu_threads,
+            self._omp_num_threads,
+            self._local_rank,
+            self._local_world_size,
         )
         if self.device.type == "cpu":
             self._team = open_team(num_threads)
@@ -230,9 +233,11 @@ class Worker:
             is_last=self._role.is_last,
             tp=self._groups.tp,
             dtype=self.dtype,
+            team=self._team,
         )
         self._memory.check_weights(plan.num_bytes, self.dtype)
         self.stage = load_stage(plan, self._source, self.device, speaks=self.rank == 0)
+        give_back_freed()
 
     @device_call
     def num_kv_blocks(self) -> int:

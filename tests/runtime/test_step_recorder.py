@@ -8,7 +8,7 @@ from support.replicas import FakeReplica, request, running_replica
 
 from aioengine.messages import ReplicaReady
 from aioengine.rank.recording import RecordingRefusedError, StepRecorder
-from aioengine.timeline.probe import Kind
+from aioengine.timeline.probe import Kind, Probe
 from aioengine.timeline.recorder import spans_of
 from aioengine.trace_messages import AskSteps, RecordedSteps
 
@@ -124,3 +124,16 @@ async def test_a_failure_ends_it_and_is_told() -> None:
         recorded = await recorder.wait_steps(AskSteps(1, 5, 60.0))
         assert recorded.error
         recorder.end()
+
+
+async def test_a_rank_that_cannot_record_says_so() -> None:
+    async with running_replica() as replica:
+        await ready(replica)
+        recorder = recorder_of(replica)
+        replica.workers[0].probes = lambda: [Probe(replica, "no_such_method", Kind.STEP)]
+        first = await recorder.begin_and_wait() + 1
+        recorded = await recorder.wait_steps(AskSteps(first, 5, 60.0))
+        assert recorded.error.startswith("cannot record: AttributeError: ")
+        recorder.end()
+        del replica.workers[0].probes
+        await until_nothing_is_probed(replica)
