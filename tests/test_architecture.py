@@ -27,8 +27,8 @@ MAY_IMPORT = {
     "layers": "root timeline dist kernels torch numpy",
     "models": "root dist layers torch",
     "weights": "root checkpoint layers torch numpy safetensors gguf tqdm",
-    "worker": "root timeline core.stages checkpoint dist layers models weights msgspec torch numpy "
-    "tqdm",
+    "worker": "root timeline core.stages checkpoint dist kernels layers models weights msgspec "
+    "torch numpy tqdm",
     "control": "root timeline asyncio msgspec",
     "engine": "root timeline core control worker asyncio",
     "frontend": "root timeline checkpoint control asyncio msgspec tokenizers jinja2 "

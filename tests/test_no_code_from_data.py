@@ -71,6 +71,7 @@ IMPORTERS = {
     "aioengine/layers/backend.py": "the backend of the CPU, which needs numba",
     "aioengine/layers/team.py": "the threads of the CPU, which need numba",
     "aioengine/rpc.py": "the module of a function that the program around the engine has passed",
+    "aioengine/worker/sampler.py": "the kernel of draws on CPU, which needs numba",
 }
 """Who imports a module when it runs, and which."""
 GETTERS = {
