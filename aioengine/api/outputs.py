@@ -152,27 +152,24 @@ class _Chunks:
         """By choice."""
 
     def write(self, updates: list[Update]) -> bool:
-        return self._stream.write_nowait(
-            [
-                self._event(update)
-                for update in updates
-                if update.finish_reason
-                or update.has_text
-                or (self._wants_details and update.token_ids)
-            ]
-        )
+        events = []
+        for update in updates:
+            text = update.text
+            if update.finish_reason is not None or not self._differ_by_text:
+                if text or update.finish_reason or (self._wants_details and update.token_ids):
+                    events.append(event(self._chunk(update)))
+            elif text:
+                template = self._templates.get(update.index) or self._make_template(update.index)
+                events.append(template.fill(text))
+        return self._stream.write_nowait(events)
 
     async def drain(self) -> None:
         await self._stream.drain()
 
-    def _event(self, update: Update) -> bytes:
-        if update.finish_reason is not None or not self._differ_by_text:
-            return event(self._chunk(update))
-        template = self._templates.get(update.index)
-        if template is None:
-            example = Update(update.index, [EventTemplate.GAP])
-            template = self._templates[update.index] = EventTemplate(self._chunk(example))
-        return template.fill(update.text)
+    def _make_template(self, index: int) -> EventTemplate:
+        example = Update(index, [EventTemplate.GAP])
+        template = self._templates[index] = EventTemplate(self._chunk(example))
+        return template
 
 
 async def stream_generation(

@@ -79,7 +79,7 @@ class IncrementalDetokenizer:
         if self._skip_special_tokens and token_id in self._tokenizer.special_ids:
             return ""
         if not self._is_within_character:
-            text = self._tokenizer.whole_text(token_id)
+            text = self._tokenizer.whole_texts[token_id]
             if text is not None:
                 return text
         text = self._utf8.decode(self._tokenizer.token_bytes(token_id))

@@ -339,6 +339,7 @@ class FrontEnd:
             if choice.is_finished:
                 del replica.live[choice.request_id]
             awake[generation] = None
+        replica.metrics.end_step()
         for generation in awake:
             generation.wake()
 

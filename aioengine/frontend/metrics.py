@@ -60,6 +60,8 @@ class Metrics:
         self.inter_token = Tally(LATENCY_BUCKETS_S)
         self.e2e = Tally(LONG_BUCKETS_S)
         self._pace = pace
+        self._gaps: dict[float, int] = {}
+        """Tokens of the step at hand, by the time since their predecessors."""
 
     @property
     def kv_cache_usage(self) -> float:
@@ -75,9 +77,17 @@ class Metrics:
         self._pace.first_token(after_s)
 
     def next_tokens(self, num_tokens: int, after_s: float) -> None:
-        self.num_generated_tokens += num_tokens
-        self.inter_token.observe(after_s / num_tokens, num_tokens)
-        self._pace.next_tokens(num_tokens, after_s)
+        """Counts with the others of the step, for many of them waited for the same one: until
+        `end_step`."""
+        gap_s = after_s / num_tokens
+        self._gaps[gap_s] = self._gaps.get(gap_s, 0) + num_tokens
+
+    def end_step(self) -> None:
+        for gap_s, num_tokens in self._gaps.items():
+            self.num_generated_tokens += num_tokens
+            self.inter_token.observe(gap_s, num_tokens)
+            self._pace.next_tokens(1, gap_s)
+        self._gaps.clear()
 
     def finished(self, reason: str, after_s: float) -> None:
         self.num_finished[reason] += 1

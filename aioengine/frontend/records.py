@@ -55,10 +55,6 @@ class Update:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    @property
-    def has_text(self) -> bool:
-        return any(self.pieces)
-
     def extend(self, later: "Update") -> None:
         """By the next update of the same choice."""
         self.pieces += later.pieces

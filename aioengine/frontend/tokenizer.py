@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,7 +51,8 @@ class Tokenizer:
         self._backend = backend
         self._is_byte_level = _is_byte_level(backend)
         self._bytes: dict[int, bytes] = {}
-        self._whole_texts: dict[int, str | None] = {}
+        self.whole_texts: Mapping[int, str | None] = _WholeTexts(self)
+        """`token_bytes` as text, where they are whole characters; made when first asked for."""
         added = backend.get_added_tokens_decoder()
         self._added_ids = added.keys()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -81,14 +82,6 @@ class Tokenizer:
             self._bytes[token_id] = self._to_bytes(token_id)
         return self._bytes[token_id]
 
-    def whole_text(self, token_id: int) -> str | None:
-        """`token_bytes` as text, where they are whole characters."""
-        try:
-            return self._whole_texts[token_id]
-        except KeyError:
-            text = self._whole_texts[token_id] = _decoded(self.token_bytes(token_id))
-            return text
-
     def token_text(self, token_id: int) -> str:
         """`token_bytes` for people: U+FFFD stands for parts of characters."""
         return self.token_bytes(token_id).decode(errors="replace")
@@ -104,6 +97,20 @@ class Tokenizer:
         if match := BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(match[1])
         return token.replace(SPACE_MARK, " ").encode()
+
+
+class _WholeTexts(dict[int, str | None]):
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
@@ -160,13 +167,6 @@ def _template_in_config(config: dict[str, Any]) -> str | None:
 def _content(token: Any) -> str | None:
     """A special token of tokenizer_config.json: a string, or an object with its `content`."""
     return token.get("content") if isinstance(token, dict) else token
-
-
-def _decoded(data: bytes) -> str | None:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 def _begins_with(backend: tokenizers.Tokenizer, token_id: int | None) -> bool:
