@@ -63,9 +63,10 @@ def registers_of(machine: str, features: str) -> tuple[int, int]:
     return 4, 32 if machine == "aarch64" else 16
 
 
-REGISTER_LANES, NUM_REGISTERS = registers_of(
-    platform.machine(), cpu_target.target_context.codegen().magic_tuple()[2]
-)
+_FEATURES: Final = cpu_target.target_context.codegen().magic_tuple()[2]
+FEATURES: Final = set(_FEATURES.split(","))
+"""Of the processor, as LLVM names them: "+avx", "-avx512f", …"""
+REGISTER_LANES, NUM_REGISTERS = registers_of(platform.machine(), _FEATURES)
 
 
 # --- compiling -----------------------------------------------------------------------------------

@@ -30,17 +30,28 @@ class VocabParallelEmbedding(ShardedModule):
 
 
 class LMHead(ShardedModule):
-    """Logits over the published vocabulary, equal on all ranks of the tp group."""
+    """Logits over the published vocabulary, equal on all ranks of the tp group.
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, place: Placement) -> None:
+    Shares the weight of the embedding that it is `tied_to`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied_to: VocabParallelEmbedding | None = None,
+        place: Placement,
+    ) -> None:
         super().__init__()
         self.tp = place.tp
         self.vocab_size = vocab_size
+        self.backend = place.backend
         shard = split_even(vocab_size, place.tp.rank_in_group, place.tp.world_size, dim=0)
-        self.weight = place.empty(shard.local_size, hidden_size)
+        self.weight = tied_to.weight if tied_to else place.empty(shard.local_size, hidden_size)
         self.shards = {"weight": shard}
 
     def forward(self, hidden_RD: Tensor) -> Tensor:
         """Float32. Padding stands at the end of the joined shares, so cutting removes it."""
-        logits_RW = functional.linear(hidden_RD, self.weight)
-        return self.tp.all_gather(logits_RW, dim=1)[:, : self.vocab_size].float()
+        logits_RW = self.backend.logits(hidden_RD, self.weight)
+        return self.tp.all_gather(logits_RW, dim=1)[:, : self.vocab_size]

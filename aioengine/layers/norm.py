@@ -1,7 +1,6 @@
 """Normalisation. Shapes: T tokens · D hidden size."""
 
 from torch import Tensor
-from torch.nn import functional
 
 from aioengine.layers.module import Placement, ShardedModule, whole
 
@@ -12,8 +11,15 @@ class RMSNorm(ShardedModule):
     def __init__(self, size: int, eps: float, *, place: Placement) -> None:
         super().__init__()
         self.eps = eps
+        self.backend = place.backend
         self.weight = place.empty(size)
         self.shards = {"weight": whole(size)}
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return functional.rms_norm(x_TD, self.weight.shape, self.weight, self.eps)
+        return self.backend.rms_norm(x_TD, self.weight, self.eps)
+
+    def add(self, x_TD: Tensor, y_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + y (x without y), and that normalised."""
+        if y_TD is None:
+            return x_TD, self(x_TD)
+        return self.backend.add_rms_norm(x_TD, y_TD, self.weight, self.eps)

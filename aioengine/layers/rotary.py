@@ -1,6 +1,6 @@
 """Rotary position embedding, in the half-split form of Hugging Face checkpoints.
 
-Shapes: T tokens · N heads · H head_dim · F = H / 2 frequencies.
+Shapes: T tokens · F = head_dim / 2 frequencies.
 """
 
 import math
@@ -46,18 +46,6 @@ class RotaryEmbedding(nn.Module):
         self.frequencies_F: Tensor
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [T, 1, F] for `rotate`, once per step."""
+        """Cosine and sine [T, 1, F] for `LayerBackend.rotate`, once per step."""
         angles_T1F = positions_T.float()[:, None, None] * self.frequencies_F
         return angles_T1F.cos().to(dtype), angles_T1F.sin().to(dtype)
-
-
-def rotate(x_TNH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    """Turns each pair (x[i], x[i + F]) by its angle."""
-    first_TNF, second_TNF = x_TNH.chunk(2, dim=-1)
-    return torch.cat(
-        (
-            first_TNF * cos_T1F - second_TNF * sin_T1F,
-            second_TNF * cos_T1F + first_TNF * sin_T1F,
-        ),
-        dim=-1,
-    )

@@ -4,21 +4,18 @@ Modules carry the names of Hugging Face checkpoints and global layer numbers, so
 names are the published ones.
 
 Shapes: T tokens · D hidden size · N query heads · K kv heads · H head_dim · R rows that sample ·
-V vocabulary. N and K count this rank's heads.
+V vocabulary · M = N + 2·K. N and K count this rank's heads.
 """
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from aioengine.dist.groups import GroupCoordinator
 from aioengine.layers.embedding import LMHead, VocabParallelEmbedding
 from aioengine.layers.forward_batch import ForwardBatch, LayerCache
 from aioengine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioengine.layers.module import Placement, ShardedModule
 from aioengine.layers.norm import RMSNorm
 from aioengine.layers.partition import Shard, split_even, split_heads
-from aioengine.layers.rotary import RotaryEmbedding, rotate
+from aioengine.layers.rotary import RotaryEmbedding
 from aioengine.model_config import ModelConfig
 
 
@@ -28,14 +25,15 @@ class LlamaAttention(nn.Module):
         heads = split_heads(
             cfg.num_heads, cfg.num_kv_heads, place.tp.rank_in_group, place.tp.world_size
         )
-        self.q_shape = (-1, heads.num_local_heads, cfg.head_dim)
-        self.kv_shape = (-1, heads.num_local_kv_heads, cfg.head_dim)
+        self.head_dim = cfg.head_dim
+        self.num_heads = (heads.num_local_heads, heads.num_local_kv_heads, heads.num_local_kv_heads)
+        self.rotate = place.backend.rotate
         q = heads.q_rows(cfg.head_dim, dim=0)
         kv = heads.kv_rows(cfg.head_dim, dim=0)
-        bias = cfg.attention_bias
-        self.q_proj = ColumnParallelLinear(cfg.hidden_size, q, bias=bias, place=place)
-        self.k_proj = ColumnParallelLinear(cfg.hidden_size, kv, bias=bias, place=place)
-        self.v_proj = ColumnParallelLinear(cfg.hidden_size, kv, bias=bias, place=place)
+        self.qkv_proj = ColumnParallelLinear(
+            cfg.hidden_size, (q, kv, kv), bias=cfg.attention_bias, place=place
+        )
+        self.q_proj, self.k_proj, self.v_proj = self.qkv_proj.parts
         self.o_proj = RowParallelLinear(
             heads.q_rows(cfg.head_dim, dim=1),
             cfg.hidden_size,
@@ -46,9 +44,9 @@ class LlamaAttention(nn.Module):
     def forward(
         self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], batch: ForwardBatch, cache: LayerCache
     ) -> Tensor:
-        q_TNH = rotate(self.q_proj(x_TD).view(self.q_shape), *rotary)
-        k_TKH = rotate(self.k_proj(x_TD).view(self.kv_shape), *rotary)
-        v_TKH = self.v_proj(x_TD).view(self.kv_shape)
+        qkv_TMH = self.qkv_proj(x_TD).view(x_TD.shape[0], -1, self.head_dim)
+        self.rotate(qkv_TMH[:, : -self.num_heads[2]], *rotary)
+        q_TNH, k_TKH, v_TKH = qkv_TMH.split_with_sizes(self.num_heads, dim=1)
         batch.attention.write_kv(cache, k_TKH, v_TKH)
         out_TNH = batch.attention.attend(cache, q_TNH)
         out_TD: Tensor = self.o_proj(out_TNH.flatten(1, 2))
@@ -61,12 +59,15 @@ class LlamaMLP(nn.Module):
         tp, size, bias = place.tp, cfg.intermediate_size, cfg.mlp_bias
         columns = split_even(size, tp.rank_in_group, tp.world_size, dim=0)
         rows = split_even(size, tp.rank_in_group, tp.world_size, dim=1)
-        self.gate_proj = ColumnParallelLinear(cfg.hidden_size, columns, bias=bias, place=place)
-        self.up_proj = ColumnParallelLinear(cfg.hidden_size, columns, bias=bias, place=place)
+        self.silu_mul = place.backend.silu_mul
+        self.gate_up_proj = ColumnParallelLinear(
+            cfg.hidden_size, (columns, columns), bias=bias, place=place
+        )
+        self.gate_proj, self.up_proj = self.gate_up_proj.parts
         self.down_proj = RowParallelLinear(rows, cfg.hidden_size, bias=bias, place=place)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = self.down_proj(functional.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        out_TD: Tensor = self.down_proj(self.silu_mul(self.gate_up_proj(x_TD)))
         return out_TD
 
 
@@ -79,11 +80,19 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(cfg, place)
 
     def forward(
-        self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], batch: ForwardBatch, cache: LayerCache
-    ) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotary, batch, cache)
-        out_TD: Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return out_TD
+        self,
+        hidden_TD: Tensor,
+        update_TD: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        cache: LayerCache,
+    ) -> tuple[Tensor, Tensor]:
+        """What the layer before left to add, `update_TD`, joins this layer's first norm; and so on.
+        Returns hidden states and their update."""
+        hidden_TD, x_TD = self.input_layernorm.add(hidden_TD, update_TD)
+        x_TD = self.self_attn(x_TD, rotary, batch, cache)
+        hidden_TD, x_TD = self.post_attention_layernorm.add(hidden_TD, x_TD)
+        return hidden_TD, self.mlp(x_TD)
 
 
 class LlamaDecoder(nn.Module):
@@ -107,9 +116,12 @@ class LlamaDecoder(nn.Module):
             hidden_TD = self.embed_tokens(batch.token_ids_T)
         assert hidden_TD is not None
         rotary = self.rotary(batch.positions_T, hidden_TD.dtype)
+        update_TD = None
         for number, layer in self.layers.items():
-            hidden_TD = layer(hidden_TD, rotary, batch, batch.kv_caches[int(number)])
-        return hidden_TD
+            cache = batch.kv_caches[int(number)]
+            hidden_TD, update_TD = layer(hidden_TD, update_TD, rotary, batch, cache)
+        assert hidden_TD is not None
+        return hidden_TD if update_TD is None else hidden_TD + update_TD
 
 
 class LlamaStage(nn.Module):
@@ -127,16 +139,16 @@ class LlamaStage(nn.Module):
         *,
         is_first: bool,
         is_last: bool,
-        tp: GroupCoordinator,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         super().__init__()
-        place = Placement(tp, dtype, device)
         self.model = LlamaDecoder(cfg, layers, is_first=is_first, is_last=is_last, place=place)
-        self.lm_head = LMHead(cfg.vocab_size, cfg.hidden_size, place=place) if is_last else None
-        if cfg.tie_word_embeddings and self.lm_head and self.model.embed_tokens:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        tied_to = self.model.embed_tokens if cfg.tie_word_embeddings else None
+        self.lm_head = (
+            LMHead(cfg.vocab_size, cfg.hidden_size, tied_to=tied_to, place=place)
+            if is_last
+            else None
+        )
 
     def forward(self, batch: ForwardBatch, hidden_TD: Tensor | None) -> Tensor:
         """Hidden states after this stage's layers. `hidden_TD` is None on the first stage."""

@@ -10,6 +10,9 @@ from tqdm import tqdm
 from aioengine.checkpoint.source import ModelSource
 from aioengine.dist.groups import GroupCoordinator
 from aioengine.errors import StartupError
+from aioengine.layers.backend import layer_backend
+from aioengine.layers.module import Placement
+from aioengine.layers.team import Team
 from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
 from aioengine.models.registry import STAGES
@@ -31,17 +34,18 @@ class StagePlan:
     is_last: bool
     tp: GroupCoordinator
     dtype: torch.dtype
+    team: Team | None = None
+    """The threads that compute on CPU."""
 
     def build(self, device: torch.device) -> LlamaStage:
         """With uninitialised parameters."""
+        backend = layer_backend(device.type, self.dtype, self.team)
         return STAGES[self.cfg.family](
             self.cfg,
             self.layers,
             is_first=self.is_first,
             is_last=self.is_last,
-            tp=self.tp,
-            dtype=self.dtype,
-            device=device,
+            place=Placement(self.tp, self.dtype, device, backend),
         )
 
     def outline(self) -> LlamaStage:

@@ -36,7 +36,7 @@ def allocated(
     stage = StagePlan(
         cfg, layers, place.pp == 0, place.pp == layout.pp_size - 1, tp=tp, dtype=dtype
     ).build(CPU)
-    storages = {p.untyped_storage().data_ptr(): p.nbytes for p in stage.parameters()}
+    storages = {s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in stage.parameters())}
     caches = KVShape.of(
         cfg,
         layers,

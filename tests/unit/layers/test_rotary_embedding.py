@@ -2,7 +2,8 @@
 
 import torch
 
-from aioengine.layers.rotary import RotaryEmbedding, rotary_frequencies, rotate
+from aioengine.layers.backend import TORCH
+from aioengine.layers.rotary import RotaryEmbedding, rotary_frequencies
 from aioengine.model_config import RopeConfig
 
 
@@ -37,8 +38,9 @@ def test_products_depend_on_the_distance_only() -> None:
 
     def product(q_position: int, k_position: int) -> torch.Tensor:
         cos, sin = rotary(torch.tensor([q_position, k_position]), torch.float32)
-        turned = rotate(torch.stack((q_H, k_H))[:, None], cos, sin)[:, 0]
-        return turned[0] @ turned[1]
+        x_TMH = torch.stack((q_H, k_H))[:, None]
+        TORCH.rotate(x_TMH, cos, sin)
+        return x_TMH[0, 0] @ x_TMH[1, 0]
 
     torch.testing.assert_close(product(0, 0), q_H @ k_H)
     torch.testing.assert_close(product(40, 33), product(7, 0))

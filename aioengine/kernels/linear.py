@@ -1,0 +1,277 @@
+"""Products y = x · Wᵀ + bias over weights as they lie: [O, I] in bfloat16, float16 or float32.
+
+Shapes: T rows of x · I input features · O output features.
+
+**A chunk** is a block of outputs of a block of rows. Its tiles (see tiles.py) read weights in one
+of two forms, with the same results:
+
+- as they lie, widened on the way. For few rows: the memory's speed is the limit, and the rows after
+  the first find the block in cache.
+- unpacked to float32, the chunk's block at once. For many rows, which share that work.
+
+A row's results are the same to the last bit whatever other rows there are, however many threads,
+and in either form.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numba import carray
+
+from aioengine.kernels.codegen import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    element_bytes,
+    entry,
+    inlined,
+    kernel,
+    load_element,
+    pointer,
+)
+from aioengine.kernels.team import Team
+from aioengine.kernels.tiles import BLOCK_OUTPUTS, UNIT, multiply_block, round_row, unpack
+
+BLOCK_ROWS: Final = 256
+MAX_BLOCK_INPUTS: Final = 1024
+"""A tile's rows and outputs over this many inputs fit the first-level cache."""
+UNPACKED_ROWS: Final = 16
+"""From here on weights are unpacked."""
+ROWS_PER_CHUNK: Final = 16
+"""When many rows of x are brought into the form that tiles read."""
+
+_JOB: Final = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "x",  # float32 [T, x_bytes]
+            "x_bytes",
+            "weight",
+            "bias",  # 0 without
+            "out",
+            "out_bytes",  # of a row
+            "out_is_float32",  # else of the weight's type
+            "num_rows",
+            "num_inputs",
+            "num_outputs",
+            "block_inputs",
+            "unpacks",
+            "scratch",  # [threads, _SCRATCH_BYTES]
+            "raw_x",  # what `x` is made from, [T, raw_x_bytes]
+            "raw_x_bytes",
+        )
+    ]
+)
+_SUMS_BYTES: Final = BLOCK_ROWS * BLOCK_OUTPUTS * 4
+_SCRATCH_BYTES: Final = _SUMS_BYTES + BLOCK_OUTPUTS * MAX_BLOCK_INPUTS * 4
+
+
+@inlined
+def _start_sums(kind: Any, bias: int, num_rows: int, num_outputs: int, sums: int) -> None:
+    """With the bias of the block's outputs, if its address is not 0."""
+    table = carray(pointer(sums), (num_rows, BLOCK_OUTPUTS), np.float32)
+    table[:] = 0.0
+    if bias:
+        for output in range(num_outputs):
+            value = load_element(kind, bias + output * element_bytes(kind))
+            for row in range(num_rows):
+                table[row, output] = value
+
+
+@inlined
+def _product(kind: Any, args: int, chunk: int, thread: int) -> None:
+    job = carray(pointer(args), 1, _JOB)[0]
+    size = element_bytes(kind)
+    row_block, output_block = divmod(chunk, _blocks(job.num_outputs, BLOCK_OUTPUTS))
+    row, output = row_block * BLOCK_ROWS, output_block * BLOCK_OUTPUTS
+    num_rows = min(BLOCK_ROWS, job.num_rows - row)
+    num_outputs = min(BLOCK_OUTPUTS, job.num_outputs - output)
+    weight_bytes = job.num_inputs * size
+    sums = job.scratch + thread * _SCRATCH_BYTES
+    unpacked = sums + _SUMS_BYTES
+    bias = job.bias + output * size if job.bias else 0
+    _start_sums(kind, bias, num_rows, num_outputs, sums)
+    for first in range(0, job.num_inputs, job.block_inputs):
+        count = min(job.block_inputs, job.num_inputs - first)
+        units = _blocks(count, UNIT)
+        x = job.x + row * job.x_bytes + first * 4
+        weight = job.weight + output * weight_bytes + first * size
+        if job.unpacks:
+            unpacked_bytes = units * UNIT * 4
+            end = unpacked + num_outputs * unpacked_bytes
+            for i in range(num_outputs):
+                unpack(kind, weight + i * weight_bytes, count, unpacked + i * unpacked_bytes)
+            multiply_block(
+                FLOAT32,
+                num_rows,
+                num_outputs,
+                x,
+                job.x_bytes,
+                unpacked,
+                unpacked_bytes,
+                end,
+                units,
+                sums,
+            )
+        else:
+            end = job.weight + job.num_outputs * weight_bytes
+            multiply_block(
+                kind,
+                num_rows,
+                num_outputs,
+                x,
+                job.x_bytes,
+                weight,
+                weight_bytes,
+                end,
+                units,
+                sums,
+            )
+    for i in range(num_rows):
+        source = sums + i * BLOCK_OUTPUTS * 4
+        out = job.out + (row + i) * job.out_bytes
+        if job.out_is_float32:
+            round_row(FLOAT32, source, num_outputs, out + output * 4)
+        else:
+            round_row(kind, source, num_outputs, out + output * size)
+
+
+@inlined
+def _blocks(count: int, size: int) -> int:
+    return (count + size - 1) // size
+
+
+@inlined
+def _unpack_rows(kind: Any, args: int, chunk: int) -> None:
+    """ROWS_PER_CHUNK rows of x."""
+    job = carray(pointer(args), 1, _JOB)[0]
+    for row in range(chunk * ROWS_PER_CHUNK, min((chunk + 1) * ROWS_PER_CHUNK, job.num_rows)):
+        source = job.raw_x + row * job.raw_x_bytes
+        unpack(kind, source, job.num_inputs, job.x + row * job.x_bytes)
+
+
+@kernel
+def _multiply_float32(args: int, chunk: int, thread: int) -> None:
+    _product(FLOAT32, args, chunk, thread)
+
+
+@kernel
+def _multiply_bfloat16(args: int, chunk: int, thread: int) -> None:
+    _product(BFLOAT16, args, chunk, thread)
+
+
+@kernel
+def _multiply_float16(args: int, chunk: int, thread: int) -> None:
+    _product(FLOAT16, args, chunk, thread)
+
+
+@kernel
+def _unpack_float32(args: int, chunk: int, thread: int) -> None:
+    _unpack_rows(FLOAT32, args, chunk)
+
+
+@kernel
+def _unpack_bfloat16(args: int, chunk: int, thread: int) -> None:
+    _unpack_rows(BFLOAT16, args, chunk)
+
+
+@kernel
+def _unpack_float16(args: int, chunk: int, thread: int) -> None:
+    _unpack_rows(FLOAT16, args, chunk)
+
+
+_KERNELS: Final[dict[Any, Any]] = {
+    FLOAT32: (_unpack_float32, _multiply_float32),
+    BFLOAT16: (_unpack_bfloat16, _multiply_bfloat16),
+    FLOAT16: (_unpack_float16, _multiply_float16),
+}
+
+
+@entry
+def _begin(
+    kind: Any,
+    args: int,
+    raw_x: int,
+    raw_x_bytes: int,
+    weight: int,
+    bias: int,
+    out: int,
+    out_is_float32: bool,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+) -> None:
+    """Fills the record; `x` and `scratch` are there."""
+    job = carray(pointer(args), 1, _JOB)[0]
+    job.raw_x = raw_x
+    job.raw_x_bytes = raw_x_bytes
+    job.x_bytes = _blocks(num_inputs, UNIT) * UNIT * 4
+    job.weight = weight
+    job.bias = bias
+    job.out = out
+    job.out_is_float32 = out_is_float32
+    job.out_bytes = num_outputs * (4 if out_is_float32 else element_bytes(kind))
+    job.num_rows = num_rows
+    job.num_inputs = num_inputs
+    job.num_outputs = num_outputs
+    blocks = _blocks(num_inputs, MAX_BLOCK_INPUTS)
+    job.block_inputs = _blocks(_blocks(num_inputs, blocks), UNIT) * UNIT
+    has_whole_units = num_inputs % UNIT == 0
+    job.unpacks = not has_whole_units or (num_rows >= UNPACKED_ROWS and kind is not FLOAT32)
+    if num_rows <= ROWS_PER_CHUNK:
+        _unpack_rows(kind, args, 0)
+
+
+class Linear:
+    """Products on a team's threads, with the memory they need. One product at a time."""
+
+    def __init__(self, team: Team, kind: Any) -> None:
+        self._team = team
+        self._kind = kind
+        self._unpack, self._multiply = (kernel.address for kernel in _KERNELS[kind])
+        self._job = np.zeros(1, _JOB)
+        self._args = self._job.ctypes.data
+        self._scratch, self._job["scratch"] = _aligned(team.num_threads * _SCRATCH_BYTES)
+        self._x_bytes = 0
+
+    def __call__(
+        self,
+        x: int,
+        x_bytes: int,
+        weight: int,
+        bias: int,
+        out: int,
+        out_is_float32: bool,
+        num_rows: int,
+        num_inputs: int,
+        num_outputs: int,
+    ) -> None:
+        """Addresses of x [T, I] with rows `x_bytes` apart, the weight [O, I], the bias [O] or 0,
+        and the result [T, O]. All of this product's type; the result float32 where asked for."""
+        needed = num_rows * (num_inputs + UNIT) * 4
+        if needed > self._x_bytes:
+            self._x, self._job["x"] = _aligned(needed)
+            self._x_bytes = needed
+        _begin(
+            self._kind,
+            self._args,
+            x,
+            x_bytes,
+            weight,
+            bias,
+            out,
+            out_is_float32,
+            num_rows,
+            num_inputs,
+            num_outputs,
+        )
+        if num_rows > ROWS_PER_CHUNK:
+            self._team.run(self._unpack, self._args, -(-num_rows // ROWS_PER_CHUNK))
+        num_chunks = -(-num_rows // BLOCK_ROWS) * -(-num_outputs // BLOCK_OUTPUTS)
+        self._team.run(self._multiply, self._args, num_chunks)
+
+
+def _aligned(num_bytes: int) -> tuple[Any, int]:
+    """Memory that begins with a cache line, and its address."""
+    memory = np.empty(num_bytes + 64, np.uint8)
+    return memory, memory.ctypes.data + -memory.ctypes.data % 64

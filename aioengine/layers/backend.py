@@ -1,0 +1,82 @@
+"""What layers are made of, apart from attention: one table of functions per kind of device.
+
+Shapes: T tokens · I input features · O output features · D hidden size · M heads · H head_dim ·
+F = H / 2.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from aioengine.layers.team import Team
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBackend:
+    """How one kind of device computes layers in one type: the seam."""
+
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """[T, O] from x [T, I], a weight [O, I] and a bias [O]."""
+    logits: Callable[[Tensor, Tensor], Tensor]
+    """Float32 [T, O] from x [T, I] and a weight [O, I]."""
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    """x / rms(x) · weight of [T, D], from the weight [D] and epsilon; the variance in float32."""
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    """x + y, in the type of both, and its `rms_norm`, from x, y, the weight and epsilon."""
+    silu_mul: Callable[[Tensor], Tensor]
+    """silu(gate) · up, [T, O], of both side by side, [T, 2·O]."""
+    rotate: Callable[[Tensor, Tensor, Tensor], None]
+    """Turns each pair (x[i], x[i + F]) of [T, M, H] by its angle, in place, from cosine and sine
+    [T, 1, F]. Only the last two dimensions need be adjacent in memory."""
+
+
+def _logits(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return functional.linear(x_TI, weight_OI).float()
+
+
+def _rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+
+
+def _add_rms_norm(
+    x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    sum_TD = x_TD + y_TD
+    return sum_TD, _rms_norm(sum_TD, weight_D, eps)
+
+
+def _silu_mul(gate_up_T2O: Tensor) -> Tensor:
+    gate_TO, up_TO = gate_up_T2O.chunk(2, dim=-1)
+    return functional.silu(gate_TO) * up_TO
+
+
+def _rotate(x_TMH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
+    first_TMF, second_TMF = x_TMH.chunk(2, dim=-1)
+    turned_TMF = first_TMF * cos_T1F - second_TMF * sin_T1F
+    second_TMF.copy_(second_TMF * cos_T1F + first_TMF * sin_T1F)
+    first_TMF.copy_(turned_TMF)
+
+
+TORCH: Final = LayerBackend(
+    functional.linear, _logits, _rms_norm, _add_rms_norm, _silu_mul, _rotate
+)
+"""Right on any device and for any type."""
+
+
+def layer_backend(device_type: str, dtype: torch.dtype, team: Team | None = None) -> LayerBackend:
+    """`device_type` as torch names it. On CPU compiled kernels, worked by this team, where there is
+    one."""
+    if device_type != "cpu" or team is None:
+        return TORCH
+    module = importlib.import_module("aioengine.layers.cpu_backend")
+    if dtype not in module.KINDS:
+        return TORCH
+    cpu = module.CpuBackend(dtype, team)
+    return LayerBackend(
+        cpu.linear, cpu.logits, cpu.rms_norm, cpu.add_rms_norm, cpu.silu_mul, cpu.rotate
+    )

@@ -1,0 +1,135 @@
+"""Layers on CPU by compiled kernels. Needs numba.
+
+Shapes: T tokens · I input features · O output features · D hidden size · M heads · H head_dim ·
+F = H / 2.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from aioengine.kernels.codegen import BFLOAT16, FEATURES, FLOAT16, FLOAT32
+from aioengine.kernels.elementwise import Elementwise
+from aioengine.kernels.linear import Linear
+from aioengine.kernels.team import Team
+
+KINDS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""What stands for a type in the kernels."""
+
+_INSTRUCTIONS: Final = {
+    torch.bfloat16: {"+avx512bf16", "+amx-bf16"},
+    torch.float16: {"+avx512fp16", "+amx-fp16"},
+}
+_TORCH_ROWS: Final = 16
+
+
+def torch_rows(dtype: torch.dtype, features: set[str]) -> int | None:
+    """From how many rows on torch computes a product: never (None), or where the processor has
+    instructions for products of the type, which oneDNN uses. The processor and the number of rows
+    alone decide, so that two runs give the same tokens.
+
+    | type | instructions for it | 1 to 15 rows | from 16 rows on |
+    |---|---|---|---|
+    | float32 | | ours | ours |
+    | bfloat16, float16 | no | ours | ours |
+    | bfloat16, float16 | yes | ours | torch |
+    """
+    return _TORCH_ROWS if features & _INSTRUCTIONS.get(dtype, set()) else None
+
+
+class CpuBackend:
+    """A LayerBackend's functions for one type."""
+
+    def __init__(self, dtype: torch.dtype, team: Team) -> None:
+        self._dtype = dtype
+        self._size = dtype.itemsize
+        self._product = Linear(team, KINDS[dtype])
+        self._elementwise = Elementwise(team, KINDS[dtype])
+        self._torch_rows = torch_rows(dtype, FEATURES)
+
+    def linear(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        if self._torch_rows is not None and x_TI.shape[0] >= self._torch_rows:
+            return functional.linear(x_TI, weight_OI, bias_O)
+        return self._multiply(x_TI, weight_OI, bias_O, self._dtype)
+
+    def logits(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        """Not rounded to the type in between: the sums are float32."""
+        if self._torch_rows is not None and x_TI.shape[0] >= self._torch_rows:
+            return functional.linear(x_TI, weight_OI).float()
+        return self._multiply(x_TI, weight_OI, None, torch.float32)
+
+    def _multiply(
+        self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        (num_rows, num_inputs), num_outputs = x_TI.shape, weight_OI.shape[0]
+        x_TI = x_TI.contiguous()
+        out_TO = torch.empty((num_rows, num_outputs), dtype=dtype)
+        self._product(
+            x_TI.data_ptr(),
+            num_inputs * self._size,
+            weight_OI.data_ptr(),
+            0 if bias_O is None else bias_O.data_ptr(),
+            out_TO.data_ptr(),
+            dtype == torch.float32,
+            num_rows,
+            num_inputs,
+            num_outputs,
+        )
+        return out_TO
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        x_TD = x_TD.contiguous()
+        out_TD = torch.empty(x_TD.shape, dtype=self._dtype)
+        self._elementwise.rms_norm(
+            out_TD.data_ptr(),
+            x_TD.data_ptr(),
+            0,
+            0,
+            weight_D.data_ptr(),
+            x_TD.shape[0],
+            x_TD.shape[1],
+            eps,
+        )
+        return out_TD
+
+    def add_rms_norm(
+        self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x_TD, y_TD = x_TD.contiguous(), y_TD.contiguous()
+        sum_TD = torch.empty(x_TD.shape, dtype=self._dtype)
+        out_TD = torch.empty(x_TD.shape, dtype=self._dtype)
+        self._elementwise.rms_norm(
+            out_TD.data_ptr(),
+            x_TD.data_ptr(),
+            y_TD.data_ptr(),
+            sum_TD.data_ptr(),
+            weight_D.data_ptr(),
+            x_TD.shape[0],
+            x_TD.shape[1],
+            eps,
+        )
+        return sum_TD, out_TD
+
+    def silu_mul(self, gate_up_T2O: Tensor) -> Tensor:
+        num_rows, num_columns = gate_up_T2O.shape
+        gate_up_T2O = gate_up_T2O.contiguous()
+        out_TO = torch.empty((num_rows, num_columns // 2), dtype=self._dtype)
+        self._elementwise.silu_mul(
+            out_TO.data_ptr(), gate_up_T2O.data_ptr(), num_rows, num_columns // 2
+        )
+        return out_TO
+
+    def rotate(self, x_TMH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
+        num_rows, num_heads, head_dim = x_TMH.shape
+        assert x_TMH.stride()[1:] == (head_dim, 1)
+        self._elementwise.rotate(
+            x_TMH.data_ptr(),
+            x_TMH.stride(0) * self._size,
+            cos_T1F.contiguous().data_ptr(),
+            sin_T1F.contiguous().data_ptr(),
+            num_rows,
+            num_heads,
+            head_dim // 2,
+        )
