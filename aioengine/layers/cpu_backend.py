@@ -72,7 +72,7 @@ class CpuBackend:
             weight_OI.data_ptr(),
             0 if bias_O is None else bias_O.data_ptr(),
             out_TO.data_ptr(),
-            dtype == torch.float32,
+            dtype.itemsize,
             num_rows,
             num_inputs,
             num_outputs,
