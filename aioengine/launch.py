@@ -15,7 +15,7 @@ from typing import NoReturn
 import setproctitle
 import uvloop
 
-from aioengine import launched_by
+from aioengine import launched_by, openmp_waits  # noqa: F401  # both act when imported
 from aioengine.checkpoint.source import ModelSource
 from aioengine.config import EngineConfig
 from aioengine.control.signals import Signals

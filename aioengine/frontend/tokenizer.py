@@ -51,6 +51,7 @@ class Tokenizer:
         self._backend = backend
         self._is_byte_level = _is_byte_level(backend)
         self._bytes: dict[int, bytes] = {}
+        self._whole_texts: dict[int, str | None] = {}
         added = backend.get_added_tokens_decoder()
         self._added_ids = added.keys()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -79,6 +80,14 @@ class Tokenizer:
         if token_id not in self._bytes:
             self._bytes[token_id] = self._to_bytes(token_id)
         return self._bytes[token_id]
+
+    def whole_text(self, token_id: int) -> str | None:
+        """`token_bytes` as text, where they are whole characters."""
+        try:
+            return self._whole_texts[token_id]
+        except KeyError:
+            text = self._whole_texts[token_id] = _decoded(self.token_bytes(token_id))
+            return text
 
     def token_text(self, token_id: int) -> str:
         """`token_bytes` for people: U+FFFD stands for parts of characters."""
@@ -151,6 +160,13 @@ def _template_in_config(config: dict[str, Any]) -> str | None:
 def _content(token: Any) -> str | None:
     """A special token of tokenizer_config.json: a string, or an object with its `content`."""
     return token.get("content") if isinstance(token, dict) else token
+
+
+def _decoded(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _begins_with(backend: tokenizers.Tokenizer, token_id: int | None) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aioengine.messages import Sampled, SlotParams
-from aioengine.worker.sampler import ROW_PARAMS, Sampler, SamplingBatch, row_params
+from aioengine.worker.sampler import ROW_PARAMS, Sampler, SamplingBatch, SamplingRows, row_params
 
 VOCAB_SIZE = 2000
 
@@ -28,9 +28,8 @@ def slot_params(
 def batch_of(params: list[SlotParams], positions: list[int] | None = None) -> SamplingBatch:
     num = len(params)
     table = np.array([row_params(row) for row in params], ROW_PARAMS)
-    return SamplingBatch(
-        np.arange(num), np.arange(num) + 10, np.array(positions or range(num)), table
-    )
+    rows = SamplingRows(np.arange(num), np.arange(num) + 10, table)
+    return SamplingBatch(rows, np.array(positions or range(num)))
 
 
 def sample(
