@@ -29,7 +29,7 @@ from aioengine.kernels.codegen import (
     load_element,
     pointer,
 )
-from aioengine.kernels.team import Team
+from aioengine.kernels.team import Team, run_job
 from aioengine.kernels.tiles import BLOCK_OUTPUTS, UNIT, multiply_block, round_row, unpack
 
 BLOCK_ROWS: Final = 256
@@ -189,7 +189,11 @@ _KERNELS: Final[dict[Any, Any]] = {
 
 
 @entry
-def _begin(
+def _run(
+    control: int,
+    num_helpers: int,
+    unpack_kernel: int,
+    multiply_kernel: int,
     args: int,
     raw_x: int,
     raw_x_bytes: int,
@@ -201,8 +205,9 @@ def _begin(
     num_rows: int,
     num_inputs: int,
     num_outputs: int,
-) -> int:
-    """Fills the record, which has `own_x` and `scratch`; how many chunks `x` has to be made in."""
+) -> None:
+    """Fills the record, which has `own_x` and `scratch`, and does what it says: in one call, as
+    each from Python costs as much as a small product."""
     job = carray(pointer(args), 1, _JOB)[0]
     job.raw_x = raw_x
     job.raw_x_bytes = raw_x_bytes
@@ -220,20 +225,22 @@ def _begin(
     job.unpacks = not has_whole_units or (num_rows >= UNPACKED_ROWS and size != 4)
     if has_whole_units and size == 4:
         job.x, job.x_bytes = raw_x, raw_x_bytes
-        return 0
-    job.x, job.x_bytes = job.own_x, _blocks(num_inputs, UNIT) * UNIT * 4
-    return _blocks(num_rows, ROWS_PER_CHUNK)
+    else:
+        job.x, job.x_bytes = job.own_x, _blocks(num_inputs, UNIT) * UNIT * 4
+        run_job(control, num_helpers, unpack_kernel, args, _blocks(num_rows, ROWS_PER_CHUNK))
+    num_chunks = _blocks(num_rows, BLOCK_ROWS) * _blocks(num_outputs, BLOCK_OUTPUTS)
+    run_job(control, num_helpers, multiply_kernel, args, num_chunks)
 
 
 class Linear:
     """Products of one type on a team's threads, with the memory they need. One at a time."""
 
     def __init__(self, team: Team, kind: Any) -> None:
-        self._team = team
+        self._team = team  # lives as long as its handle is used
         self._size = np.dtype(kind).itemsize
-        self._unpack, self._multiply = (kernel.address for kernel in _KERNELS[kind])
         self._job = np.zeros(1, _JOB)
-        self._args = self._job.ctypes.data
+        addresses = (kernel.address for kernel in _KERNELS[kind])
+        self._fixed = (*team.handle, *addresses, self._job.ctypes.data)
         self._scratch, self._job["scratch"] = _aligned(team.num_threads * _SCRATCH_BYTES)
         self._x_bytes = 0
 
@@ -256,8 +263,8 @@ class Linear:
         if needed > self._x_bytes:
             self._x, self._job["own_x"] = _aligned(needed)
             self._x_bytes = needed
-        num_chunks = _begin(
-            self._args,
+        _run(
+            *self._fixed,
             x,
             x_bytes,
             weight,
@@ -269,10 +276,6 @@ class Linear:
             num_inputs,
             num_outputs,
         )
-        if num_chunks:
-            self._team.run(self._unpack, self._args, num_chunks)
-        num_chunks = -(-num_rows // BLOCK_ROWS) * -(-num_outputs // BLOCK_OUTPUTS)
-        self._team.run(self._multiply, self._args, num_chunks)
 
 
 def _aligned(num_bytes: int) -> tuple[Any, int]:
