@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "none", "int8", "int4"]
 
 
 def _meta(group: str, description: str, *aliases: str, **bounds: Any) -> Meta:
@@ -66,7 +67,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         _meta("model", "Seeds the seeds that requests without one get.", ge=0, le=2**63 - 1),
     ] = 0
-    quantization: Annotated[str, _meta("model", "Not available yet.")] | None = None
+    quantization: Annotated[
+        Quantization,
+        _meta(
+            "model",
+            "Weights in 8 or 4 bits, on CPU. auto: as the checkpoint stores them, of GGUF types "
+            "Q8_0, Q4_0, Q4_1 and Q4_K. int8, int4: those with more bits are quantised. none: all "
+            "become --dtype.",
+        ),
+    ] = "auto"
     chat_template: (
         Annotated[str, _meta("model", "File with a Jinja chat template; replaces the model's own.")]
         | None
@@ -338,7 +347,9 @@ def refuse_unsupported(config: EngineConfig) -> None:
         "--decode-context-parallel-size above 1": config.decode_context_parallel_size > 1,
         "--external-data-parallel-size other than 1": config.external_data_parallel_size != 1,
         "--enable-expert-parallel": config.enable_expert_parallel,
-        "--quantization": config.quantization is not None,
+        f"--quantization {config.quantization} with --device cuda": (
+            config.device == "cuda" and config.quantization in ("int8", "int4")
+        ),
     }
     for what, asked in refusals.items():
         if asked:

@@ -45,7 +45,9 @@ from aioengine.dist.launcher import read_environment
 from aioengine.embedded.engine import AsyncEngine
 from aioengine.errors import EngineError
 from aioengine.flags import CommandParser
+from aioengine.weights.loader import EMBEDDING
 from aioengine.worker.device import set_cpu_threads
+from aioengine.worker.loading import with_formats
 
 PROG: Final = "aioengine bench roofline"
 ONE_RANK: Final = frozenset(
@@ -120,15 +122,20 @@ def run(args: argparse.Namespace) -> int:
 
 def read_model(config: EngineConfig) -> Model:
     """Reads no tensor. Raises ValueError or StartupError as a launch would."""
-    cfg = read_model_config(resolve_model(config.model, config.startup_timeout_seconds))
+    source = resolve_model(config.model, config.startup_timeout_seconds)
+    cfg = read_model_config(source)
     dtype_name = cfg.dtype if config.dtype == "auto" else config.dtype
     dtype = DTYPES[dtype_name]
-    plan = stage_plan(cfg, split_layers(cfg.num_layers, 1, None), 0, 1, dtype)
-    only_looked_up = 0 if cfg.tie_word_embeddings else cfg.vocab_size * cfg.hidden_size
+    plan = with_formats(
+        stage_plan(cfg, split_layers(cfg.num_layers, 1, None), 0, 1, dtype),
+        source,
+        config.quantization,
+    )
+    embedding = plan.outline().get_parameter(EMBEDDING)
     return Model(
         cfg,
         dtype_name,
-        plan.num_bytes - only_looked_up * dtype.itemsize,
+        plan.num_bytes - (0 if cfg.tie_word_embeddings else embedding.nbytes),
         kv_shape(plan, block_size=1).block_bytes,
     )
 

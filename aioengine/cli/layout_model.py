@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from aioengine.checkpoint.source import read_model_config, resolve_model
+from aioengine.checkpoint.source import ModelSource, read_model_config, resolve_model
 from aioengine.cli.layout_facts import KVRoom, ModelFacts, StageFacts
 from aioengine.config import EngineConfig
 from aioengine.core.stages import check_fits_model, split_layers
@@ -15,7 +15,7 @@ from aioengine.dist.groups import GroupCoordinator
 from aioengine.layout import ParallelLayout
 from aioengine.model_config import ModelConfig
 from aioengine.worker.kv_store import KVShape
-from aioengine.worker.loading import StagePlan
+from aioengine.worker.loading import StagePlan, with_formats
 from aioengine.worker.memory import KVBudget, num_kv_blocks
 
 META: Final = torch.device("meta")
@@ -33,14 +33,18 @@ def read_model_facts(config: EngineConfig, layout: ParallelLayout) -> ModelFacts
     dtype_name = cfg.dtype if config.dtype == "auto" else config.dtype
     dtype: torch.dtype = getattr(torch, dtype_name)
     split = split_layers(cfg.num_layers, layout.pp_size, config.stage_layers())
-    alone = stage_plan(cfg, split, 0, 1, dtype)
-    plans = [stage_plan(cfg, split, stage, layout.tp_size, dtype) for stage in range(len(split))]
+
+    def planned(stage: int, tp_size: int) -> StagePlan:
+        return _with_formats(config, source, stage_plan(cfg, split, stage, tp_size, dtype))
+
+    alone = stage_plan(cfg, split, 0, 1, dtype).whole_model
+    plans = [planned(stage, layout.tp_size) for stage in range(len(split))]
     max_model_len = config.max_model_len or cfg.max_position
     return ModelFacts(
         cfg=cfg,
         dtype=dtype_name,
         max_model_len=max_model_len,
-        whole_bytes=alone.whole_model.num_bytes,
+        whole_bytes=_with_formats(config, source, alone).num_bytes,
         stages=tuple(
             StageFacts(
                 layers=plan.layers,
@@ -66,6 +70,13 @@ def stage_plan(
         tp=tp,
         dtype=dtype,
     )
+
+
+def _with_formats(config: EngineConfig, source: ModelSource, plan: StagePlan) -> StagePlan:
+    """Where the layout is for CPU, or weights are asked for that only CPU has."""
+    if config.device != "cpu" and config.quantization in ("auto", "none"):
+        return plan
+    return with_formats(plan, source, config.quantization)
 
 
 def kv_shape(plan: StagePlan, block_size: int) -> KVShape:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from aioengine.layers.quantized import PackedParameter, quantized_linear
 from aioengine.layers.team import Team
 
 
@@ -24,6 +25,8 @@ class LayerBackend:
     """[T, O] from x [T, I], a weight [O, I] and a bias [O]."""
     logits: Callable[[Tensor, Tensor], Tensor]
     """Float32 [T, O] from x [T, I] and a weight [O, I]."""
+    quantized_linear: Callable[[Tensor, PackedParameter, torch.dtype], Tensor]
+    """[T, O] of this type from x [T, I] and a weight [O, I] in blocks."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """x / rms(x) · weight of [T, D], from the weight [D] and epsilon; the variance in float32."""
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -63,7 +66,13 @@ def _rotate(x_TMH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
 
 
 TORCH: Final = LayerBackend(
-    functional.linear, _logits, _rms_norm, _add_rms_norm, _silu_mul, _rotate
+    functional.linear,
+    _logits,
+    quantized_linear,
+    _rms_norm,
+    _add_rms_norm,
+    _silu_mul,
+    _rotate,
 )
 """Right on any device and for any type."""
 
@@ -78,5 +87,11 @@ def layer_backend(device_type: str, dtype: torch.dtype, team: Team | None = None
         return TORCH
     cpu = module.CpuBackend(dtype, team)
     return LayerBackend(
-        cpu.linear, cpu.logits, cpu.rms_norm, cpu.add_rms_norm, cpu.silu_mul, cpu.rotate
+        cpu.linear,
+        cpu.logits,
+        cpu.quantized_linear,
+        cpu.rms_norm,
+        cpu.add_rms_norm,
+        cpu.silu_mul,
+        cpu.rotate,
     )

@@ -13,7 +13,9 @@ from torch.nn import functional
 from aioengine.kernels.codegen import BFLOAT16, FEATURES, FLOAT16, FLOAT32
 from aioengine.kernels.elementwise import Elementwise
 from aioengine.kernels.linear import Linear
+from aioengine.kernels.quantized import QuantizedLinear
 from aioengine.kernels.team import Team
+from aioengine.layers.quantized import PackedParameter
 
 KINDS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 """What stands for a type in the kernels."""
@@ -46,6 +48,7 @@ class CpuBackend:
         self._dtype = dtype
         self._size = dtype.itemsize
         self._product = Linear(team, KINDS[dtype])
+        self._quantized_product = QuantizedLinear(team, KINDS[dtype])
         self._elementwise = Elementwise(team, KINDS[dtype])
         self._torch_rows = torch_rows(dtype, FEATURES)
 
@@ -59,6 +62,25 @@ class CpuBackend:
         if self._torch_rows is not None and x_TI.shape[0] >= self._torch_rows:
             return functional.linear(x_TI, weight_OI).float()
         return self._multiply(x_TI, weight_OI, None, torch.float32)
+
+    def quantized_linear(self, x_TI: Tensor, weight: PackedParameter, dtype: torch.dtype) -> Tensor:
+        assert dtype in (self._dtype, torch.float32)
+        x_TI = x_TI.contiguous()
+        num_outputs, num_inputs = weight.shape_OI
+        out_TO = torch.empty((x_TI.shape[0], num_outputs), dtype=dtype)
+        self._quantized_product(
+            weight.format.bits,
+            weight.format.scale_dtype == torch.float32,
+            x_TI.data_ptr(),
+            num_inputs * self._size,
+            weight.data_ptr(),
+            out_TO.data_ptr(),
+            dtype == torch.float32,
+            x_TI.shape[0],
+            num_inputs,
+            num_outputs,
+        )
+        return out_TO
 
     def _multiply(
         self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype

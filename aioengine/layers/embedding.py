@@ -3,11 +3,13 @@
 Shapes: T tokens · D hidden size · R rows that sample · V vocabulary · W this rank's share of V.
 """
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 from aioengine.layers.module import Placement, ShardedModule
 from aioengine.layers.partition import split_even
+from aioengine.layers.quantized import PackedParameter
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -17,16 +19,22 @@ class VocabParallelEmbedding(ShardedModule):
         super().__init__()
         self.tp = place.tp
         self.shard = split_even(vocab_size, place.tp.rank_in_group, place.tp.world_size, dim=0)
-        self.weight = place.empty(self.shard.local_size, hidden_size)
+        self.weight = place.matrix(self.shard.local_size, hidden_size)
+        self.dtype = place.dtype
         self.shards = {"weight": self.shard}
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         if self.tp.world_size == 1:
-            return functional.embedding(token_ids_T, self.weight)
+            return self._rows(token_ids_T)
         local_T = token_ids_T - self.shard.start
         elsewhere_T = (local_T < 0) | (local_T >= self.shard.local_size)
-        x_TD = functional.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
+        x_TD = self._rows(local_T.masked_fill(elsewhere_T, 0))
         return self.tp.all_reduce(x_TD.masked_fill(elsewhere_T[:, None], 0))
+
+    def _rows(self, rows_T: Tensor) -> Tensor:
+        if isinstance(self.weight, PackedParameter):
+            return self.weight.rows(rows_T).to(self.dtype)
+        return functional.embedding(rows_T, self.weight)
 
 
 class LMHead(ShardedModule):
@@ -48,10 +56,15 @@ class LMHead(ShardedModule):
         self.vocab_size = vocab_size
         self.backend = place.backend
         shard = split_even(vocab_size, place.tp.rank_in_group, place.tp.world_size, dim=0)
-        self.weight = tied_to.weight if tied_to else place.empty(shard.local_size, hidden_size)
+        self.weight: nn.Parameter = (
+            tied_to.weight if tied_to else place.matrix(shard.local_size, hidden_size)
+        )
         self.shards = {"weight": shard}
 
     def forward(self, hidden_RD: Tensor) -> Tensor:
         """Float32. Padding stands at the end of the joined shares, so cutting removes it."""
-        logits_RW = self.backend.logits(hidden_RD, self.weight)
+        if isinstance(self.weight, PackedParameter):
+            logits_RW = self.backend.quantized_linear(hidden_RD, self.weight, torch.float32)
+        else:
+            logits_RW = self.backend.logits(hidden_RD, self.weight)
         return self.tp.all_gather(logits_RW, dim=1)[:, : self.vocab_size]

@@ -3,13 +3,16 @@
 Shapes: T tokens · I input features · O output features, each as many as this rank holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from aioengine.layers.module import Placement, ShardedModule, whole
 from aioengine.layers.partition import Shard
+from aioengine.layers.quantized import packed_parts
+from aioengine.layers.quantized_format import TILE, Format
 
 
 class Weight(Protocol):
@@ -39,6 +42,48 @@ class DenseWeight:
         return self._linear(x_TI, self._matrix_OI, bias_O)
 
 
+class QuantizedWeight:
+    """The same in blocks of one format."""
+
+    def __init__(
+        self, stored: Format, sizes: Sequence[int], in_features: int, place: Placement
+    ) -> None:
+        self._linear = place.backend.quantized_linear
+        self._dtype = place.dtype
+        self._matrix, self.parts = packed_parts(stored, sizes, in_features, place.device)
+
+    def apply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        out_TO = self._linear(x_TI, self._matrix, self._dtype)
+        return out_TO if bias_O is None else out_TO.add_(bias_O)
+
+
+class SideBySide:
+    """Parts that do not fit one matrix: a product each."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self._weights = weights
+        self.parts = [part for weight in weights for part in weight.parts]
+
+    def apply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        out_TO = torch.cat([weight.apply(x_TI) for weight in self._weights], dim=1)
+        return out_TO if bias_O is None else out_TO.add_(bias_O)
+
+
+def weight_of(
+    sizes: Sequence[int], formats: Sequence[Format | None], in_features: int, place: Placement
+) -> Weight:
+    """For parts of these numbers of rows and formats (None: of the stage's type)."""
+    fills_tiles = all(size % TILE == 0 for size in sizes[:-1])
+    if len(set(formats)) > 1 or (formats[0] is not None and not fills_tiles):
+        parts = zip(sizes, formats, strict=True)
+        return SideBySide(
+            [weight_of([size], [stored], in_features, place) for size, stored in parts]
+        )
+    if formats[0] is None:
+        return DenseWeight(sizes, in_features, place)
+    return QuantizedWeight(formats[0], sizes, in_features, place)
+
+
 class ColumnPart(ShardedModule):
     """The parameters of one published layer among those that `ColumnParallelLinear` computes."""
 
@@ -54,20 +99,23 @@ class ColumnParallelLinear:
     """Published layers with one input as one product: each rank computes its `outputs` (dim 0) of
     every layer from the full input; nothing is exchanged.
 
-    No module: those who own it register its `parts`, under their published names.
+    No module: those who own it register its `parts`, in the order of `outputs`, under the names
+    that these have there.
     """
 
     def __init__(
-        self, in_features: int, outputs: Sequence[Shard], *, bias: bool, place: Placement
+        self, in_features: int, outputs: Mapping[str, Shard], *, bias: bool, place: Placement
     ) -> None:
-        sizes = [shard.local_size for shard in outputs]
-        self._weight: Weight = DenseWeight(sizes, in_features, place)
+        sizes = [shard.local_size for shard in outputs.values()]
+        formats = [place.within(name).format for name in outputs]
+        self._weight = weight_of(sizes, formats, in_features, place)
         self._bias_O: Tensor | None = None
         biases: Sequence[nn.Parameter | None] = [None] * len(sizes)
         if bias:
             self._bias_O, biases = place.stacked(sizes)
         self.parts = [
-            ColumnPart(*each) for each in zip(outputs, self._weight.parts, biases, strict=True)
+            ColumnPart(*each)
+            for each in zip(outputs.values(), self._weight.parts, biases, strict=True)
         ]
 
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -82,7 +130,7 @@ class RowParallelLinear(ShardedModule):
         super().__init__()
         assert inputs.dim == 1
         self.tp = place.tp
-        self._weight: Weight = DenseWeight([out_features], inputs.local_size, place)
+        self._weight = weight_of([out_features], [place.format], inputs.local_size, place)
         (self.weight,) = self._weight.parts
         self.bias = place.empty(out_features) if bias else None
         self.shards = {"weight": inputs}

@@ -1,8 +1,8 @@
 """What the layers with parameters share: where parameters live, what computes with them, and which
 part of the published tensors they hold."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -10,22 +10,45 @@ from torch import Tensor, nn
 from aioengine.dist.groups import GroupCoordinator
 from aioengine.layers.backend import TORCH, LayerBackend
 from aioengine.layers.partition import Shard
+from aioengine.layers.quantized import PackedParameter
+from aioengine.layers.quantized_format import Format
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The tp group that shares a layer, the type and device of its parameters, and what computes
-    with them."""
+    with them.
+
+    `formats` says by full names which matrices are kept quantised; `name` is the published name of
+    what is being built.
+    """
 
     tp: GroupCoordinator
     dtype: torch.dtype
     device: torch.device
     backend: LayerBackend = TORCH
+    formats: Mapping[str, Format] = field(default_factory=dict)
+    name: str = ""
+
+    def within(self, name: str) -> "Placement":
+        """Of a part that is published as `name` within this one."""
+        return replace(self, name=f"{self.name}.{name}" if self.name else name)
+
+    @property
+    def format(self) -> Format | None:
+        """Of the weight of what is being built; None: it is of type `dtype`."""
+        return self.formats.get(f"{self.name}.weight")
 
     def empty(self, *shape: int) -> nn.Parameter:
         """Uninitialised memory: the loader fills it, padding included."""
         data = torch.empty(shape, dtype=self.dtype, device=self.device)
         return nn.Parameter(data, requires_grad=False)
+
+    def matrix(self, num_rows: int, num_columns: int) -> nn.Parameter:
+        """The same for the weight of what is being built, in its format."""
+        if self.format is None:
+            return self.empty(num_rows, num_columns)
+        return PackedParameter.empty(self.format, (num_rows, num_columns), self.device)
 
     def stacked(self, sizes: Sequence[int], *shape: int) -> tuple[Tensor, list[nn.Parameter]]:
         """Parameters of `sizes` rows that lie one behind the other, and all their rows as one

@@ -31,14 +31,17 @@ class LlamaAttention(nn.Module):
         q = heads.q_rows(cfg.head_dim, dim=0)
         kv = heads.kv_rows(cfg.head_dim, dim=0)
         self.qkv_proj = ColumnParallelLinear(
-            cfg.hidden_size, (q, kv, kv), bias=cfg.attention_bias, place=place
+            cfg.hidden_size,
+            {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            bias=cfg.attention_bias,
+            place=place,
         )
         self.q_proj, self.k_proj, self.v_proj = self.qkv_proj.parts
         self.o_proj = RowParallelLinear(
             heads.q_rows(cfg.head_dim, dim=1),
             cfg.hidden_size,
             bias=cfg.attention_out_bias,
-            place=place,
+            place=place.within("o_proj"),
         )
 
     def forward(
@@ -61,10 +64,12 @@ class LlamaMLP(nn.Module):
         rows = split_even(size, tp.rank_in_group, tp.world_size, dim=1)
         self.silu_mul = place.backend.silu_mul
         self.gate_up_proj = ColumnParallelLinear(
-            cfg.hidden_size, (columns, columns), bias=bias, place=place
+            cfg.hidden_size, {"gate_proj": columns, "up_proj": columns}, bias=bias, place=place
         )
         self.gate_proj, self.up_proj = self.gate_up_proj.parts
-        self.down_proj = RowParallelLinear(rows, cfg.hidden_size, bias=bias, place=place)
+        self.down_proj = RowParallelLinear(
+            rows, cfg.hidden_size, bias=bias, place=place.within("down_proj")
+        )
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out_TD: Tensor = self.down_proj(self.silu_mul(self.gate_up_proj(x_TD)))
@@ -75,9 +80,9 @@ class LlamaLayer(nn.Module):
     def __init__(self, cfg: ModelConfig, place: Placement) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, place=place)
-        self.self_attn = LlamaAttention(cfg, place)
+        self.self_attn = LlamaAttention(cfg, place.within("self_attn"))
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, place=place)
-        self.mlp = LlamaMLP(cfg, place)
+        self.mlp = LlamaMLP(cfg, place.within("mlp"))
 
     def forward(
         self,
@@ -103,11 +108,15 @@ class LlamaDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = (
-            VocabParallelEmbedding(cfg.vocab_size, cfg.hidden_size, place=place)
+            VocabParallelEmbedding(
+                cfg.vocab_size, cfg.hidden_size, place=place.within("embed_tokens")
+            )
             if is_first
             else None
         )
-        self.layers = nn.ModuleDict({str(i): LlamaLayer(cfg, place) for i in layers})
+        self.layers = nn.ModuleDict(
+            {str(i): LlamaLayer(cfg, place.within(f"layers.{i}")) for i in layers}
+        )
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, place=place) if is_last else None
         self.rotary = RotaryEmbedding(cfg.rope, cfg.head_dim, device=place.device)
 
@@ -142,10 +151,12 @@ class LlamaStage(nn.Module):
         place: Placement,
     ) -> None:
         super().__init__()
-        self.model = LlamaDecoder(cfg, layers, is_first=is_first, is_last=is_last, place=place)
+        self.model = LlamaDecoder(
+            cfg, layers, is_first=is_first, is_last=is_last, place=place.within("model")
+        )
         tied_to = self.model.embed_tokens if cfg.tie_word_embeddings else None
         self.lm_head = (
-            LMHead(cfg.vocab_size, cfg.hidden_size, tied_to=tied_to, place=place)
+            LMHead(cfg.vocab_size, cfg.hidden_size, tied_to=tied_to, place=place.within("lm_head"))
             if is_last
             else None
         )

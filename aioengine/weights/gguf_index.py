@@ -15,7 +15,9 @@ from aioengine.checkpoint.gguf_file import GGUFTensor
 from aioengine.checkpoint.gguf_metadata import model_config_from_gguf
 from aioengine.checkpoint.gguf_model import GGUFModel
 from aioengine.errors import StartupError
+from aioengine.layers.quantized_format import GROUP, Format, Groups
 from aioengine.weights.gguf_blocks import unpack_rows
+from aioengine.weights.gguf_groups import formats_of, groups_of
 
 PLAIN_DTYPES: Final = {
     GGMLQuantizationType.F32: torch.float32,
@@ -90,6 +92,29 @@ class GGUFIndex:
             first, last = (0, tensor.num_rows) if dim is None else (start, stop)
             values = self._values(tensor, first, last, 0, tensor.shape[-1])
         return self._heads_in_halves(values) if name in self._interleaved else values
+
+    def formats(self, name: str) -> tuple[Format, ...]:
+        return formats_of(self._tensor(name).type)
+
+    def read_groups(self, name: str, dim: int | None, start: int, stop: int) -> Groups:
+        tensor = self._tensor(name)
+        num_rows, num_columns = tensor.shape
+        rows, columns = slice(0, num_rows), slice(0, num_columns)
+        if dim == 0:
+            rows = slice(start, stop)
+        elif dim == 1:
+            columns = slice(start, stop)
+        size, num_bytes = tensor.block_size, tensor.block_bytes
+        first_block, last_block = columns.start // size, -(-columns.stop // size)
+        packed = self._file.packed(
+            tensor, rows, slice(first_block * num_bytes, last_block * num_bytes)
+        )
+        first = (columns.start - first_block * size) // GROUP
+        count = (columns.stop - columns.start) // GROUP
+        groups = groups_of(packed, tensor.type, num_bytes).columns(first, first + count)
+        if name not in self._interleaved:
+            return groups
+        return groups.rows(self._heads_in_halves(torch.arange(rows.stop - rows.start)))
 
     def _tensor(self, name: str) -> GGUFTensor:
         if name not in self._tensors:

@@ -16,6 +16,7 @@ from aioengine.checkpoint.hub import INDEX_FILE, SINGLE_FILE
 from aioengine.checkpoint.json_object import read_json_object
 from aioengine.checkpoint.source import ModelSource
 from aioengine.errors import StartupError
+from aioengine.layers.quantized_format import Format, Groups
 from aioengine.weights.gguf_index import GGUFIndex
 
 PLAIN_DTYPES: Final = {
@@ -52,6 +53,15 @@ class WeightIndex(Protocol):
         Slices are not empty, and those of q and k are whole heads. The dtype is the stored one, or
         float32 where the stored type is quantised.
         """
+        ...
+
+    def formats(self, name: str) -> tuple[Format, ...]:
+        """In which its own bits can be kept: the first one exactly, a second one takes less
+        memory."""
+        ...
+
+    def read_groups(self, name: str, dim: int | None, start: int, stop: int) -> Groups:
+        """As `read`, of a matrix that has formats; slices of dimension 1 are whole groups."""
         ...
 
 
@@ -140,6 +150,12 @@ class SafetensorsIndex:
         except OSError as error:
             raise StartupError(f"{path}: tensor {name}: {error}") from error
         return torch.from_numpy(packed).view(dtype).reshape(shape)
+
+    def formats(self, name: str) -> tuple[Format, ...]:
+        return ()
+
+    def read_groups(self, name: str, dim: int | None, start: int, stop: int) -> Groups:
+        raise AssertionError("no tensor of safetensors has a format")
 
 
 def _open(path: Path) -> tuple[FileBytes, dict[str, _Stored]]:

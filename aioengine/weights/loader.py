@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from aioengine.errors import StartupError
 from aioengine.layers.partition import Shard
+from aioengine.layers.quantized import PackedParameter
+from aioengine.layers.quantized_format import GROUP
 from aioengine.weights.index import WeightIndex
 
 EMBEDDING: Final = "model.embed_tokens.weight"
@@ -19,11 +21,12 @@ ROTARY_TABLE: Final = re.compile(r"rotary_emb\.|rope_freqs|attn_rot_embd")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A parameter, the published tensor that fills it, and the part of that it holds.
+    """A parameter and its name, the published tensor that fills it, and the part of that it holds.
 
     Without a shard it is the whole tensor.
     """
 
+    name: str
     published: str
     parameter: Tensor
     shard: Shard | None
@@ -41,7 +44,7 @@ def match_weights(
     for name, parameter in stage.named_parameters():
         published = EMBEDDING if name == OUTPUT_HEAD and tie_word_embeddings else name
         _check_shape(index, published, parameter, shards.get(name))
-        wanted.append(Wanted(published, parameter, shards.get(name)))
+        wanted.append(Wanted(name, published, parameter, shards.get(name)))
     order = {name: place for place, name in enumerate(index.names())}
     return sorted(wanted, key=lambda each: order[each.published])
 
@@ -78,8 +81,13 @@ def unread_weights(index: WeightIndex, parameters: Container[str]) -> list[str]:
     ]
 
 
+def logical_shape(parameter: Tensor) -> tuple[int, ...]:
+    """What a parameter stands for, however it is stored."""
+    return parameter.shape_OI if isinstance(parameter, PackedParameter) else tuple(parameter.shape)
+
+
 def _check_shape(index: WeightIndex, name: str, parameter: Tensor, shard: Shard | None) -> None:
-    expected = list(parameter.shape)
+    expected = list(logical_shape(parameter))
     if shard is not None:
         assert expected[shard.dim] == shard.local_size >= shard.stop - shard.start >= 0
         expected[shard.dim] = shard.full_size
@@ -92,6 +100,9 @@ def _check_shape(index: WeightIndex, name: str, parameter: Tensor, shard: Shard 
 
 @torch.no_grad()
 def _fill(parameter: Tensor, index: WeightIndex, name: str, shard: Shard | None) -> None:
+    if isinstance(parameter, PackedParameter):
+        _fill_packed(parameter, index, name, shard)
+        return
     if shard is None:
         parameter.copy_(index.read(name, None, 0, 0))
         return
@@ -100,3 +111,23 @@ def _fill(parameter: Tensor, index: WeightIndex, name: str, shard: Shard | None)
         filled = parameter.narrow(shard.dim, 0, size)
         filled.copy_(index.read(name, shard.dim, shard.start, shard.stop))
     parameter.narrow(shard.dim, size, shard.local_size - size).zero_()
+
+
+def _fill_packed(
+    parameter: PackedParameter, index: WeightIndex, name: str, shard: Shard | None
+) -> None:
+    """From the stored groups where they are of the parameter's format, else from floats."""
+    dim, start, stop = (None, 0, 0) if shard is None else (shard.dim, shard.start, shard.stop)
+    if shard is not None and start == stop:
+        parameter.zero_()
+    elif parameter.format in index.formats(name) and (shard is None or cuts_between_groups(shard)):
+        parameter.fill(index.read_groups(name, dim, start, stop))
+    else:
+        parameter.fill(index.read(name, dim, start, stop))
+
+
+def cuts_between_groups(shard: Shard) -> bool:
+    """Whether a rank's part consists of whole groups of inputs."""
+    if shard.dim == 0:
+        return True
+    return shard.start % GROUP == 0 and (shard.stop % GROUP == 0 or shard.stop == shard.full_size)

@@ -2,20 +2,25 @@
 
 import logging
 import sys
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from tqdm import tqdm
 
 from aioengine.checkpoint.source import ModelSource
+from aioengine.config import Quantization
 from aioengine.dist.groups import GroupCoordinator
 from aioengine.errors import StartupError
 from aioengine.layers.backend import layer_backend
 from aioengine.layers.module import Placement
+from aioengine.layers.quantized_format import Format
 from aioengine.layers.team import Team
 from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
 from aioengine.models.registry import STAGES
+from aioengine.weights.formats import choose_formats
 from aioengine.weights.index import WeightIndex, open_index
 from aioengine.weights.loader import Wanted, load_weights, match_weights, unread_weights
 
@@ -36,6 +41,8 @@ class StagePlan:
     dtype: torch.dtype
     team: Team | None = None
     """The threads that compute on CPU."""
+    formats: Mapping[str, Format] = field(default_factory=dict)
+    """Of the matrices that stay quantised, by their parameters' names."""
 
     def build(self, device: torch.device) -> LlamaStage:
         """With uninitialised parameters."""
@@ -45,7 +52,7 @@ class StagePlan:
             self.layers,
             is_first=self.is_first,
             is_last=self.is_last,
-            place=Placement(self.tp, self.dtype, device, backend),
+            place=Placement(self.tp, self.dtype, device, backend, self.formats),
         )
 
     def outline(self) -> LlamaStage:
@@ -62,6 +69,23 @@ class StagePlan:
         """As if there were one stage."""
         layers = range(self.cfg.num_layers)
         return replace(self, layers=layers, is_first=True, is_last=True)
+
+
+def with_formats(plan: StagePlan, source: ModelSource, quantization: Quantization) -> StagePlan:
+    """The plan of a stage on CPU, with what stays quantised. Reads headers only.
+
+    Raises StartupError as `load_stage` does.
+    """
+    index = open_index(source)
+    wanted = _match(plan.outline(), index, plan)
+    return replace(plan, formats=choose_formats(wanted, index, quantization, plan.dtype))
+
+
+def describe_formats(plan: StagePlan) -> str:
+    """For people: "210 matrices in int4, 1 in int8"; empty when all are floats."""
+    names = Counter(stored.name for stored in plan.formats.values())
+    counts = [f"{count} in {name}" for name, count in names.most_common()]
+    return "matrices kept quantised: " + ", ".join(counts) if counts else ""
 
 
 def load_stage(

@@ -22,6 +22,7 @@ from aioengine.dist.worlds import (
     has_world,
     open_groups,
 )
+from aioengine.errors import StartupError
 from aioengine.layers.attention import attention_backend
 from aioengine.layers.probes import layer_probes
 from aioengine.layers.team import Team, open_team
@@ -34,7 +35,7 @@ from aioengine.timeline.probe import Kind, Probe
 from aioengine.worker.batch import BatchBuilder, Role, StepInputs
 from aioengine.worker.device import check_dtype, device_id, select_device, set_cpu_threads
 from aioengine.worker.kv_store import KVShape
-from aioengine.worker.loading import StagePlan, load_stage
+from aioengine.worker.loading import StagePlan, describe_formats, load_stage, with_formats
 from aioengine.worker.logit_rules import LogitRules
 from aioengine.worker.memory import Memory, give_back_freed, num_kv_blocks
 from aioengine.worker.pipeline import Feedback, StageLink
@@ -235,6 +236,7 @@ class Worker:
             dtype=self.dtype,
             team=self._team,
         )
+        plan = self._with_formats(plan)
         self._memory.check_weights(plan.num_bytes, self.dtype)
         self.stage = load_stage(plan, self._source, self.device, speaks=self.rank == 0)
         give_back_freed()
@@ -296,6 +298,23 @@ class Worker:
         if self._groups is not None:
             self._groups.close()
             self._groups = None
+
+    def _with_formats(self, plan: StagePlan) -> StagePlan:
+        """What `--quantization` comes to on this rank's device."""
+        quantization = self._config.quantization
+        if self.device.type != "cpu":
+            if quantization in ("int8", "int4"):
+                raise StartupError(
+                    f"--quantization {quantization} runs on CPU only, this rank computes on "
+                    f"{self.device}: use --quantization none, or a narrower --dtype"
+                )
+            return plan
+        if self._team is None and quantization == "auto":
+            return plan  # torch would make floats of them in every step
+        plan = with_formats(plan, self._source, quantization)
+        if plan.formats and self.rank == self._layout.leader_of(self.rank):
+            logger.info("%s", describe_formats(plan))
+        return plan
 
     def _build_groups(self) -> None:
         config = self._config

@@ -22,9 +22,9 @@ def place(dtype: torch.dtype = torch.float32) -> Placement:
 @pytest.mark.parametrize("sizes", [(6, 2, 2), (16, 16), (5,)])
 def test_parts_are_filled_in_place(sizes: tuple[int, ...], bias: bool) -> None:
     """By a loader or by a trainer: the product has no copy of them."""
-    shards = [split_even(size, 0, 1, dim=0) for size in sizes]
+    shards = {f"part{i}": split_even(size, 0, 1, dim=0) for i, size in enumerate(sizes)}
     fused = ColumnParallelLinear(24, shards, bias=bias, place=place())
-    owner = nn.ModuleDict({f"part{i}": part for i, part in enumerate(fused.parts)})
+    owner = nn.ModuleDict(dict(zip(shards, fused.parts, strict=True)))
     assert len(list(owner.parameters())) == len(sizes) * (1 + bias)
     assert sum(p.nbytes for p in owner.parameters()) == sum(sizes) * (24 + bias) * 4
     x_TI = torch.randn(3, 24)

@@ -1,0 +1,346 @@
+"""Products with weights of 8 and 4 bits, straight from their blocks. Needs numba.
+
+Shapes: R rows of x · I inputs · G groups of 32 inputs · O outputs, in tiles of 16.
+
+Rows of x are prepared once, as quantized_tiles.py wants them, then each chunk of the job computes
+some tiles for some rows. A row's results are the same to the last bit whatever other rows there are
+and however many threads.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from aioengine.kernels.codegen import (
+    BFLOAT16,
+    F16,
+    F32,
+    FLOAT16,
+    FLOAT32,
+    I8,
+    I32,
+    Code,
+    Kernel,
+    element_bytes,
+    entry,
+    inlined,
+    kernel,
+    load_element,
+    pointer,
+    store_element,
+)
+from aioengine.kernels.quantized_tiles import GROUP, INTEGERS, MAX_ROWS, TILE, tile_of
+from aioengine.kernels.team import Team
+
+PANEL_ROWS: Final = 128
+"""Rows that a chunk works on: few enough to stay in a core's second-level cache."""
+CHUNKS_PER_THREAD: Final = 4
+PREPARED_ROWS: Final = 16
+"""More rows of x are prepared by the team, so many a chunk."""
+LARGEST_CODE: Final = 127
+_SCRATCH_BYTES: Final = (MAX_ROWS * TILE + GROUP) * 4
+_INT: Final = types.int64
+
+_JOB: Final = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "raw_x",  # [R, raw_x_bytes], of raw_kind
+            "raw_x_bytes",
+            "raw_kind",  # a place in KINDS
+            "num_rows",
+            "num_inputs",
+            "num_outputs",
+            "num_groups",
+            "num_tiles",
+            "tiles_per_chunk",
+            "blocks",
+            "x",  # codes or float32 [R, G · 32]
+            "x_scales",  # float32 [R, G], of codes
+            "x_sums",  # float32 [R, G]
+            "out",  # [R, O], of out_kind
+            "out_kind",
+            "scratch",  # _SCRATCH_BYTES for each thread
+        )
+    ]
+)
+KINDS: Final = (FLOAT32, BFLOAT16, FLOAT16)
+
+
+# --- rows of x ------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _round_group(typing: Any, values: Any, codes: Any, scale: Any, total: Any) -> Any:
+    """32 floats become codes -127…127, their scale, and scale · Σ code. Addresses.
+
+    A value that is not finite makes the scale so, too.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values, codes, scale, total = args
+        code = Code(builder, GROUP)
+        x = code.load(values)
+        sizes = code.call(f"llvm.fabs.v{GROUP}f32", code.floats, x)
+        largest = code.call(f"llvm.vector.reduce.fmaximum.v{GROUP}f32", F32, sizes)
+        limit, nothing = ir.Constant(F32, LARGEST_CODE), ir.Constant(F32, 0.0)
+        is_zero = builder.fcmp_ordered("==", largest, nothing)
+        inverse = builder.select(is_zero, nothing, builder.fdiv(limit, largest))
+        scaled = builder.fmul(x, code.splat(inverse))
+        rounded = code.call(f"llvm.rint.v{GROUP}f32", code.floats, scaled)
+        top = code.fill(float(LARGEST_CODE))
+        is_number = builder.fcmp_ordered("<=", rounded, top)  # what NaN is not
+        numbers = builder.fptosi(builder.select(is_number, rounded, code.zero), code.ints)
+        code.store(builder.trunc(numbers, ir.VectorType(I8, GROUP)), codes)
+        added = code.call(f"llvm.vector.reduce.add.v{GROUP}i32", I32, numbers)
+        step = builder.fdiv(largest, limit)
+        code.store(step, scale)
+        code.store(builder.fmul(builder.sitofp(added, F32), step), total)
+        return context.get_dummy_value()
+
+    return types.void(*[_INT] * 4), generate
+
+
+@intrinsic
+def _sum_group(typing: Any, values: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = Code(builder, GROUP)
+        return code.sum_lanes(code.load(args[0]))
+
+    return types.float32(_INT), generate
+
+
+@inlined
+def _job(args: int) -> Any:
+    return carray(pointer(args), 1, _JOB)[0]
+
+
+@inlined
+def _floats(address: int, count: int) -> Any:
+    return carray(pointer(address), count, np.float32)
+
+
+@inlined
+def _prepare_row(kind: Any, args: int, row: int, thread: int, by_integers: bool) -> None:
+    job, size = _job(args), element_bytes(kind)
+    for g in range(job.num_groups):
+        group = row * job.num_groups + g
+        raw_x = job.raw_x + row * job.raw_x_bytes + g * GROUP * size
+        x = job.x + group * (GROUP if by_integers else GROUP * 4)
+        at = job.scratch + thread * _SCRATCH_BYTES if by_integers else x
+        values = _floats(at, GROUP)
+        count = min(GROUP, job.num_inputs - g * GROUP)
+        for i in range(count):
+            values[i] = load_element(kind, raw_x + i * size)
+        values[count:] = 0.0
+        x_sum = job.x_sums + group * 4
+        if by_integers:
+            _round_group(at, x, job.x_scales + group * 4, x_sum)
+        else:
+            _floats(x_sum, 1)[0] = _sum_group(at)
+
+
+@inlined
+def _prepare(args: int, chunk: int, thread: int, by_integers: bool) -> None:
+    job = _job(args)
+    for row in range(chunk * PREPARED_ROWS, min((chunk + 1) * PREPARED_ROWS, job.num_rows)):
+        if job.raw_kind == 0:
+            _prepare_row(FLOAT32, args, row, thread, by_integers)
+        elif job.raw_kind == 1:
+            _prepare_row(BFLOAT16, args, row, thread, by_integers)
+        else:
+            _prepare_row(FLOAT16, args, row, thread, by_integers)
+
+
+@kernel
+def _to_integers(args: int, chunk: int, thread: int) -> None:
+    _prepare(args, chunk, thread, True)
+
+
+@kernel
+def _to_floats(args: int, chunk: int, thread: int) -> None:
+    _prepare(args, chunk, thread, False)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+@inlined
+def _write(kind: Any, source: int, out: int, count: int) -> None:
+    values = _floats(source, count)
+    for i in range(count):
+        store_element(kind, values[i], out + i * element_bytes(kind))
+
+
+@inlined
+def _multiply(
+    products: Any, x_bytes: int, block_bytes: int, args: int, chunk: int, thread: int
+) -> None:
+    """`x_bytes` of a group of a row of x, `products` of one tile."""
+    job = _job(args)
+    num_parts = (job.num_tiles + job.tiles_per_chunk - 1) // job.tiles_per_chunk
+    panel, part = divmod(chunk, num_parts)
+    first_tile, first_row = part * job.tiles_per_chunk, panel * PANEL_ROWS
+    scratch = job.scratch + thread * _SCRATCH_BYTES
+    row_bytes, scales_bytes = job.num_groups * x_bytes, job.num_groups * 4
+    for tile in range(first_tile, min(job.num_tiles, first_tile + job.tiles_per_chunk)):
+        blocks = job.blocks + tile * job.num_groups * block_bytes
+        count = min(TILE, job.num_outputs - tile * TILE)
+        for row in range(first_row, min(job.num_rows, first_row + PANEL_ROWS), MAX_ROWS):
+            num_rows = min(MAX_ROWS, job.num_rows - row)
+            products(
+                num_rows,
+                job.num_groups,
+                blocks,
+                job.x + row * row_bytes,
+                job.x_scales + row * scales_bytes,
+                job.x_sums + row * scales_bytes,
+                row_bytes,
+                scales_bytes,
+                scratch,
+            )
+            for i in range(num_rows):
+                place = (row + i) * job.num_outputs + tile * TILE
+                source = scratch + i * TILE * 4
+                if job.out_kind == 0:
+                    _write(FLOAT32, source, job.out + place * 4, count)
+                elif job.out_kind == 1:
+                    _write(BFLOAT16, source, job.out + place * 2, count)
+                else:
+                    _write(FLOAT16, source, job.out + place * 2, count)
+
+
+_int8_floats: Final = tile_of(8, F16, by_integers=False)
+_int4_floats: Final = tile_of(4, F16, by_integers=False)
+_int4_wide_floats: Final = tile_of(4, F32, by_integers=False)
+_int8_integers: Final = tile_of(8, F16, by_integers=True)
+_int4_integers: Final = tile_of(4, F16, by_integers=True)
+
+
+@kernel
+def _int8_by_floats(args: int, chunk: int, thread: int) -> None:
+    _multiply(_int8_floats, 128, 544, args, chunk, thread)
+
+
+@kernel
+def _int4_by_floats(args: int, chunk: int, thread: int) -> None:
+    _multiply(_int4_floats, 128, 320, args, chunk, thread)
+
+
+@kernel
+def _int4_wide_by_floats(args: int, chunk: int, thread: int) -> None:
+    _multiply(_int4_wide_floats, 128, 384, args, chunk, thread)
+
+
+@kernel
+def _int8_by_integers(args: int, chunk: int, thread: int) -> None:
+    _multiply(_int8_integers, 32, 544, args, chunk, thread)
+
+
+@kernel
+def _int4_by_integers(args: int, chunk: int, thread: int) -> None:
+    _multiply(_int4_integers, 32, 320, args, chunk, thread)
+
+
+_BY_FLOATS: Final = {
+    (8, False): _int8_by_floats,
+    (4, False): _int4_by_floats,
+    (4, True): _int4_wide_by_floats,
+}
+_BY_INTEGERS: Final = {(8, False): _int8_by_integers, (4, False): _int4_by_integers}
+
+
+@entry
+def _begin(
+    args: int,
+    raw_x: int,
+    raw_x_bytes: int,
+    blocks: int,
+    out: int,
+    out_kind: int,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    max_chunks: int,
+    by_integers: bool,
+) -> int:
+    """Fills the record (`x…`, `raw_kind` and `scratch` are there); how many chunks it makes."""
+    job = _job(args)
+    job.raw_x, job.raw_x_bytes = raw_x, raw_x_bytes
+    job.blocks, job.out, job.out_kind = blocks, out, out_kind
+    job.num_rows, job.num_inputs, job.num_outputs = num_rows, num_inputs, num_outputs
+    job.num_groups = (num_inputs + GROUP - 1) // GROUP
+    job.num_tiles = (num_outputs + TILE - 1) // TILE
+    job.tiles_per_chunk = (job.num_tiles + max_chunks - 1) // max_chunks
+    if num_rows <= PREPARED_ROWS:
+        _prepare(args, 0, 0, by_integers)
+    num_panels = (num_rows + PANEL_ROWS - 1) // PANEL_ROWS
+    return num_panels * ((job.num_tiles + job.tiles_per_chunk - 1) // job.tiles_per_chunk)
+
+
+class QuantizedLinear:
+    """Products on a team's threads, with the memory they need, for x of one type. One at a time."""
+
+    def __init__(self, team: Team, kind: Any) -> None:
+        self._team = team
+        self._by_integers = kind is not FLOAT32 and INTEGERS != ""
+        self._job = np.zeros(1, _JOB)
+        self._job["raw_kind"] = KINDS.index(kind)
+        self._scratch = np.empty(team.num_threads * _SCRATCH_BYTES, np.uint8)
+        self._job["scratch"] = self._scratch.ctypes.data
+        self._args = self._job.ctypes.data
+        self._max_chunks = CHUNKS_PER_THREAD * team.num_threads if team.num_threads > 1 else 1
+        self._num_groups = 0
+        """Of x that there is memory for."""
+
+    def __call__(
+        self,
+        bits: int,
+        has_float32_scales: bool,
+        x: int,
+        x_bytes: int,
+        blocks: int,
+        out: int,
+        out_is_float32: bool,
+        num_rows: int,
+        num_inputs: int,
+        num_outputs: int,
+    ) -> None:
+        """Addresses of x [R, I] with rows `x_bytes` apart, of blocks, and of the result [R, O], in
+        x's type or in float32. Float32 scales are for x in float32 only."""
+        self._make_room(num_rows * -(-num_inputs // GROUP))
+        num_chunks = _begin(
+            self._args,
+            x,
+            x_bytes,
+            blocks,
+            out,
+            0 if out_is_float32 else int(self._job["raw_kind"][0]),
+            num_rows,
+            num_inputs,
+            num_outputs,
+            self._max_chunks,
+            self._by_integers,
+        )
+        if num_rows > PREPARED_ROWS:
+            prepare = _to_integers if self._by_integers else _to_floats
+            self._team.run(prepare.address, self._args, -(-num_rows // PREPARED_ROWS))
+        multiply = self._kernel(bits, has_float32_scales)
+        self._team.run(multiply.address, self._args, num_chunks)
+
+    def _kernel(self, bits: int, has_float32_scales: bool) -> Kernel:
+        kernels = _BY_INTEGERS if self._by_integers else _BY_FLOATS
+        return kernels[bits, has_float32_scales]
+
+    def _make_room(self, num_groups: int) -> None:
+        if num_groups <= self._num_groups:
+            return
+        self._num_groups = num_groups
+        self._x = np.empty(num_groups * GROUP * 4, np.uint8)
+        self._x_scales, self._x_sums = np.empty((2, num_groups), np.float32)
+        self._job["x"] = self._x.ctypes.data
+        self._job["x_scales"] = self._x_scales.ctypes.data
+        self._job["x_sums"] = self._x_sums.ctypes.data
