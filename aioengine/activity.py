@@ -17,9 +17,10 @@ class Activity:
     coming out.
     """
 
-    __slots__ = ("job", "last_operation", "operation", "since", "step")
+    __slots__ = ("_ending", "job", "last_operation", "operation", "since", "step")
 
     def __init__(self) -> None:
+        self._ending = _Job(self)
         self.job = IDLE
         self.step = 0
         """Sequence number of the plan that is computed; 0 outside of steps."""
@@ -30,15 +31,15 @@ class Activity:
         self.last_operation: str | None = None
         """The latest one, whether it has ended or not."""
 
-    @contextmanager
-    def within(self, job: str, step: int = 0) -> Iterator[None]:
-        """One job of the device thread."""
+    def within(self, job: str, step: int = 0) -> "_Job":
+        """One job of the device thread: it begins here and ends with the `with`."""
         self.job, self.step, self.since = job, step, time.monotonic()
-        try:
-            yield
-        finally:
-            self.job, self.step, self.operation = IDLE, 0, None
-            self.since = time.monotonic()
+        return self._ending
+
+    def end(self) -> None:
+        """The job is over."""
+        self.job, self.step, self.operation = IDLE, 0, None
+        self.since = time.monotonic()
 
     @contextmanager
     def operating(self, operation: str) -> Iterator[None]:
@@ -48,3 +49,18 @@ class Activity:
             yield
         finally:
             self.operation = None
+
+
+class _Job:
+    """Ends what the device thread is in. On the path of every step, so no generator."""
+
+    __slots__ = ("_activity",)
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+
+    def __enter__(self) -> None:
+        """It has begun."""
+
+    def __exit__(self, *_: object) -> None:
+        self._activity.end()

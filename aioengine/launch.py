@@ -15,7 +15,11 @@ from typing import NoReturn
 import setproctitle
 import uvloop
 
-from aioengine import launched_by
+from aioengine import (
+    collector_paused,
+    launched_by,
+    openmp_waits,  # noqa: F401  # acts when imported
+)
 from aioengine.checkpoint.source import ModelSource
 from aioengine.config import EngineConfig
 from aioengine.control.signals import Signals
@@ -38,6 +42,7 @@ log = logging.getLogger("aioengine.launch")
 
 
 def main() -> None:
+    collector_paused.resume()
     faulthandler.enable()  # a crash in C++ leaves the stacks
     parser = build_parser("python -m aioengine.launch", "Run one rank of a launch.")
     try:

@@ -37,7 +37,10 @@ MAX_HANDSHAKE_FRAME_BYTES: Final = 64 * 2**10
 HANDSHAKE_TIMEOUT_S: Final = 20.0
 MAX_TRACE_QUESTION_BYTES: Final = 2**10
 MAX_TRACE_ANSWER_BYTES: Final = 16 * 2**20
-"""The stacks of one rank, twice."""
+"""The stacks of one rank, twice, or its spans."""
+MAX_RECORDED_STEPS: Final = 1000
+"""Of one recording of steps."""
+MAX_RECORDED_SECONDS: Final = 60
 BYTES_PER_TOKEN_ID: Final = 5
 """A msgpack integer of up to 32 bits."""
 

@@ -1,8 +1,13 @@
 """What front ends ask trace threads, and what those answer. Beside `messages.py`, which is full."""
 
+from typing import Final
+
 import msgspec
 
 from aioengine.messages import Heartbeat
+
+DEFAULT_RECORDED_STEPS: Final = 20
+DEFAULT_RECORDED_SECONDS: Final = 10
 
 
 class AskState(msgspec.Struct, frozen=True, tag="ask_state"):
@@ -13,7 +18,25 @@ class AskStacks(msgspec.Struct, frozen=True, tag="ask_stacks"):
     """Front end to a rank: where is each of your threads? Answered by a RankStacks."""
 
 
-TraceQuestion = AskState | AskStacks
+class AskClock(msgspec.Struct, frozen=True, tag="ask_clock"):
+    """Front end to a rank: what time is it? Answered by a ClockReading, at once."""
+
+
+class BeginRecording(msgspec.Struct, frozen=True, tag="begin_recording"):
+    """Front end to a rank: record your steps from now on, until this connection ends. Answered by
+    RecordingBegan or RecordingRefused."""
+
+
+class AskSteps(msgspec.Struct, frozen=True, tag="ask_steps"):
+    """Behind BeginRecording: let me have `num_steps` steps, those from job `first_seq` on. Answered
+    by a RecordedSteps, with fewer when `limit_s` seconds are over or the replica fails."""
+
+    first_seq: int
+    num_steps: int
+    limit_s: float
+
+
+TraceQuestion = AskState | AskStacks | AskClock | BeginRecording | AskSteps
 
 
 class ThreadStack(msgspec.Struct, frozen=True, array_like=True):
@@ -66,4 +89,49 @@ class RankStacks(msgspec.Struct, frozen=True, tag="rank_stacks"):
     """The last time that the event loop was blocked, perhaps now."""
 
 
-TraceAnswer = RankState | RankStacks
+class ClockReading(msgspec.Struct, frozen=True, tag="clock"):
+    monotonic_ns: int
+    clock: str
+    """Which clock that is: ranks that say the same share one."""
+
+
+class RecordingBegan(msgspec.Struct, frozen=True, tag="recording_began"):
+    last_seq: int
+    """The last job that is not recorded."""
+
+
+class RecordingRefused(msgspec.Struct, frozen=True, tag="recording_refused"):
+    reason: str
+
+
+class StepNote(msgspec.Struct, frozen=True, array_like=True):
+    """One step of one rank. Times are of CLOCK_MONOTONIC, in nanoseconds."""
+
+    seq: int
+    began_ns: int
+    ended_ns: int
+    num_requests: int
+    num_tokens: int
+
+    @property
+    def is_decode(self) -> bool:
+        """One token for each request."""
+        return self.num_tokens == self.num_requests
+
+
+class RecordedSteps(msgspec.Struct, frozen=True, kw_only=True, tag="recorded_steps"):
+    """What a rank did, made and read by `timeline/recorder.py`."""
+
+    steps: tuple[StepNote, ...]
+    kinds: tuple[str, ...]
+    spans: bytes
+    """int64 rows (index of the kind, lane, begin, end) in this machine's byte order."""
+    is_cut: bool
+    """There was no room for all."""
+    error: str = ""
+    """Why there is no more: the replica has failed, or the rank cannot record."""
+
+
+TraceAnswer = (
+    RankState | RankStacks | ClockReading | RecordingBegan | RecordingRefused | RecordedSteps
+)

@@ -20,23 +20,28 @@ MAY_IMPORT = {
     "public": "root frontend.sampling",
     "root": "msgspec",
     "core": "root",
+    "timeline": "root msgspec",
     "checkpoint": "root gguf numpy msgspec",
-    "dist": "root torch numpy msgspec numba llvmlite",
+    "dist": "root timeline torch numpy msgspec numba llvmlite",
     "kernels": "numpy numba llvmlite",
-    "layers": "root dist kernels torch numpy",
+    "layers": "root timeline dist kernels torch numpy",
     "models": "root dist layers torch",
     "weights": "root checkpoint layers torch numpy safetensors gguf tqdm",
-    "worker": "root core.stages checkpoint dist layers models weights msgspec torch numpy tqdm",
-    "control": "root asyncio msgspec",
-    "engine": "root core control worker asyncio",
-    "frontend": "root checkpoint control asyncio msgspec tokenizers jinja2 prometheus_client",
-    "api": "root frontend asyncio msgspec aiohttp prometheus_client",
-    "rank": "root core checkpoint dist worker control engine frontend api asyncio msgspec",
+    "worker": "root timeline core.stages checkpoint dist kernels layers models weights msgspec "
+    "torch numpy tqdm",
+    "control": "root timeline asyncio msgspec",
+    "engine": "root timeline core control worker asyncio",
+    "frontend": "root timeline checkpoint control asyncio msgspec tokenizers jinja2 "
+    "prometheus_client",
+    "api": "root timeline frontend asyncio msgspec aiohttp prometheus_client",
+    "rank": "root timeline core checkpoint dist worker control engine frontend api asyncio msgspec",
     "embedded": "root dist control engine frontend rank asyncio msgspec uvloop",
     "doctor": "root dist worker control engine rank asyncio msgspec torch rich",
-    "cli": "root core checkpoint dist layers models weights worker control engine frontend api "
-    "rank doctor embedded asyncio msgspec numpy torch numba rich uvloop setproctitle httptools "
-    "matplotlib",
+    "bench": "root timeline core checkpoint dist layers worker engine frontend rank.recording "
+    "embedded cli.layout_model cli.local_ranks cli.rank_flags asyncio msgspec numpy torch numba "
+    "rich uvloop httptools matplotlib",
+    "cli": "root timeline core checkpoint dist layers models weights worker control engine "
+    "frontend api rank doctor embedded bench asyncio msgspec numpy torch rich uvloop setproctitle",
     "launch": "root core checkpoint dist worker control rank asyncio msgspec uvloop setproctitle",
 }
 GUARDED = {"asyncio"}
@@ -58,11 +63,13 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 ENVIRONMENT_FILES = (
     "aioengine/dist/launcher.py",
     "aioengine/launch.py",
+    "aioengine/openmp_waits.py",
     "aioengine/embedded/engine.py",
     "aioengine/cli/serve.py",
-    "aioengine/cli/bench_collectives.py",
-    "aioengine/cli/bench_throughput.py",
-    "aioengine/cli/bench_roofline.py",
+    "aioengine/bench/collectives.py",
+    "aioengine/bench/steps.py",
+    "aioengine/bench/throughput.py",
+    "aioengine/bench/roofline.py",
     "aioengine/cli/doctor.py",
     "aioengine/cli/trace_server.py",
 )

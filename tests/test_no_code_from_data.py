@@ -61,21 +61,24 @@ ATTRIBUTES = {
 IMPORTERS = {
     "aioengine/__init__.py": "AsyncEngine",
     "aioengine/checkpoint/hub.py": "huggingface_hub",
-    "aioengine/cli/bench_serve.py": "its part that draws, which needs an extra",
+    "aioengine/bench/serve.py": "its part that draws, which needs an extra",
     "aioengine/cli/commands.py": "our own commands",
     "aioengine/cli/layout.py": "its part that needs torch",
+    "aioengine/cli/serve.py": "its part that needs torch",
     "aioengine/dist/shared_memory.py": "the kernels",
     "aioengine/engine/executor_backend.py": "the module that a flag names",
     "aioengine/layers/attention.py": "the backend of the CPU, which needs numba",
+    "aioengine/layers/backend.py": "the backend of the CPU, which needs numba",
     "aioengine/layers/team.py": "the threads of the CPU, which need numba",
     "aioengine/rpc.py": "the module of a function that the program around the engine has passed",
+    "aioengine/worker/sampler.py": "the kernel of draws on CPU, which needs numba",
 }
 """Who imports a module when it runs, and which."""
 GETTERS = {
     "aioengine/dist/tensor_dict.py": "a dtype, which is checked",
     "aioengine/worker/runner.py": "a dtype of EngineConfig or ModelConfig",
     "aioengine/cli/layout_model.py": "a dtype of ModelConfig",
-    "aioengine/cli/bench_collectives.py": "a dtype of the command line",
+    "aioengine/bench/collectives.py": "a dtype of the command line",
 }
 """Who takes what a variable says out of torch, and what that is."""
 

@@ -23,7 +23,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ALWAYS_OPEN = frozenset({"/livez", "/readyz", "/health"})
 ANY_ADDRESS = frozenset({"0.0.0.0", "::"})
-ADMIN = frozenset({"/collective_rpc", "/reset_prefix_cache", "/trace/state", "/trace/stacks"})
+ADMIN = frozenset(
+    {"/collective_rpc", "/reset_prefix_cache", "/trace/state", "/trace/stacks", "/trace/steps"}
+)
 CLOSE_GRACE_S = 2.0
 """For handlers that are still writing when the server closes."""
 
@@ -52,6 +54,7 @@ def build_app(api: Api) -> web.Application:
             web.post(f"{root}/reset_prefix_cache", admin.reset_prefix_cache),
             web.get(f"{root}/trace/state", trace.state),
             web.get(f"{root}/trace/stacks", trace.stacks),
+            web.get(f"{root}/trace/steps", trace.steps),
         ]
     )
     return app

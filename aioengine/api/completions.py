@@ -103,6 +103,7 @@ class _Answer:
             chunk=lambda update: self._chunk(update, generation, options),
             wants_details=bool(self._body.return_token_ids) or self._body.logprobs is not None,
             usage_head=self._head if options.include_usage else None,
+            has_running_usage=options.continuous_usage_stats,
             n=self._n,
         )
 

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from aioengine.api.errors import ApiError, error_body
-from aioengine.api.sse import EventStream
+from aioengine.api.sse import EventStream, EventTemplate, event
 from aioengine.errors import RequestFailedError
 from aioengine.frontend.records import Choice, Generation, Update
 from aioengine.frontend.tokenizer import Tokenizer
@@ -126,12 +126,50 @@ async def collect(generation: Generation) -> list[Update]:
     """Wait for the end; one merged Update per choice. Raises ApiError 503 when one failed."""
     whole = [Update(choice.index) for choice in generation.choices]
     try:
-        async for updates in generation:
-            for update in updates:
-                whole[update.index].extend(update)
+        for update in await generation.wait_end():
+            whole[update.index].extend(update)
     except RequestFailedError as error:
         raise ApiError(503, str(error)) from None
     return whole
+
+
+class _Chunks:
+    """Turns updates into events and writes them: the Sink of one stream."""
+
+    def __init__(
+        self,
+        stream: EventStream,
+        chunk: Callable[[Update], dict[str, Any]],
+        *,
+        wants_details: bool,
+        differ_by_text: bool,
+    ) -> None:
+        self._stream = stream
+        self._chunk = chunk
+        self._wants_details = wants_details
+        self._differ_by_text = differ_by_text
+        self._templates: dict[int, EventTemplate] = {}
+        """By choice."""
+
+    def write(self, updates: list[Update]) -> bool:
+        events = []
+        for update in updates:
+            text = update.text
+            if update.finish_reason is not None or not self._differ_by_text:
+                if text or update.finish_reason or (self._wants_details and update.token_ids):
+                    events.append(event(self._chunk(update)))
+            elif text:
+                template = self._templates.get(update.index) or self._make_template(update.index)
+                events.append(template.fill(text))
+        return self._stream.write_nowait(events)
+
+    async def drain(self) -> None:
+        await self._stream.drain()
+
+    def _make_template(self, index: int) -> EventTemplate:
+        example = Update(index, [EventTemplate.GAP])
+        template = self._templates[index] = EventTemplate(self._chunk(example))
+        return template
 
 
 async def stream_generation(
@@ -141,29 +179,32 @@ async def stream_generation(
     chunk: Callable[[Update], dict[str, Any]],
     wants_details: bool,
     usage_head: dict[str, Any] | None,
+    has_running_usage: bool,
     n: int,
     opening: Sequence[dict[str, Any]] = (),
 ) -> web.StreamResponse:
     """Send updates as they come, formatted by `chunk`, then the usage where it was asked for.
 
-    An update without text waits for the next, unless the client `wants_details` of each token. A
-    failure is one error event, then the end.
+    An update without text waits for the next, unless the client `wants_details` of each token;
+    without those and `has_running_usage`, chunks of a choice differ by their text only, but for the
+    last. A failure is one error event, then the end.
     """
     stream = EventStream(request)
-    await stream.open()
-    await stream.send(opening)
+    await stream.open(map(event, opening))
+    chunks = _Chunks(
+        stream,
+        chunk,
+        wants_details=wants_details,
+        differ_by_text=not wants_details and not has_running_usage,
+    )
+    last: list[bytes] = []
     try:
-        async for updates in generation:
-            await stream.send(
-                chunk(update)
-                for update in updates
-                if update.text or update.finish_reason or (wants_details and update.token_ids)
-            )
+        await generation.feed(chunks)
     except RequestFailedError as error:
-        await stream.send([error_body(503, str(error))])
+        last.append(event(error_body(503, str(error))))
     else:
         if usage_head is not None:
             total = usage(generation.choices, n)
-            await stream.send([{**usage_head, "choices": [], "usage": total}])
-    await stream.close()
+            last.append(event({**usage_head, "choices": [], "usage": total}))
+    await stream.close(last)
     return stream.response

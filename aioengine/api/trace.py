@@ -1,18 +1,25 @@
-"""GET /trace/state and /trace/stacks, under the admin key: what every rank is in.
+"""GET /trace/state, /trace/stacks and /trace/steps, under the admin key: what every rank is in.
 
 Answered in every state of the engine: what is starting, stuck or half dead is what one asks about.
 """
 
+import re
 import time
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from aiohttp import web
 
 from aioengine.api.context import API, Api
+from aioengine.api.errors import ApiError, invalid
 from aioengine.api.outputs import json_response
+from aioengine.frontend.tracer import RecordingError
+from aioengine.limits import MAX_RECORDED_SECONDS, MAX_RECORDED_STEPS
 from aioengine.messages import Heartbeat, Member
 from aioengine.trace_messages import (
+    DEFAULT_RECORDED_SECONDS,
+    DEFAULT_RECORDED_STEPS,
     AskStacks,
     AskState,
     HeardBeat,
@@ -56,6 +63,52 @@ async def stacks(request: web.Request) -> web.Response:
             entry["error"] = str(answer)
         ranks.append(entry)
     return json_response({"status": api.front_end.health, "ranks": ranks})
+
+
+async def steps(request: web.Request) -> web.Response:
+    """What the ranks of one replica, or of all, did in the next `steps` steps; waits for them, at
+    most `seconds`. Spans are as `timeline/recorder.py` writes them; `aioengine trace steps` makes a
+    Chrome trace of them."""
+    api = request.app[API]
+    num_steps = _number(request, "steps", DEFAULT_RECORDED_STEPS, MAX_RECORDED_STEPS)
+    limit_s = _number(request, "seconds", DEFAULT_RECORDED_SECONDS, MAX_RECORDED_SECONDS)
+    members = _members_by_replica(api, request.query.get("replica"))
+    try:
+        replicas = await api.tracer.record(members, num_steps, limit_s)
+    except RecordingError as error:
+        raise ApiError(409, str(error), code="recording") from None
+    ranks = []
+    for member, found in zip(chain(*members), chain(*replicas), strict=True):
+        entry = _who(api, member)
+        if isinstance(found, str):
+            entry["error"] = found
+        else:
+            entry |= {"first_seq": found.first_seq, "clock": found.clock}
+            entry["recorded"] = found.recorded
+        ranks.append(entry)
+    asked = {"steps": num_steps, "seconds": limit_s}
+    return json_response({"status": api.front_end.health, **asked, "ranks": ranks})
+
+
+def _number(request: web.Request, name: str, default: int, most: int) -> int:
+    text = request.query.get(name, str(default))
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+        raise invalid(f"{name} must be a whole number from 1 to {most}, got {text!r}", name)
+    return int(text)
+
+
+def _members_by_replica(api: Api, replica: str | None) -> list[list[Member]]:
+    """Of all replicas, or of the one that was asked for."""
+    by_replica: list[list[Member]] = [[] for _ in api.front_end.replicas]
+    for member in api.tracer.members:
+        by_replica[api.layout.coords(member.info.rank).dp].append(member)
+    if replica is None:
+        return by_replica
+    if replica not in map(str, range(len(by_replica))):
+        raise invalid(
+            f"there is no replica {replica!r}: there are {len(by_replica)}, from 0 on", "replica"
+        )
+    return [by_replica[int(replica)]]
 
 
 def _who(api: Api, member: Member) -> dict[str, Any]:

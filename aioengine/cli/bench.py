@@ -6,15 +6,18 @@ from aioengine.cli.commands import Command
 
 COMMANDS: Final = {
     "serve": Command(
-        "aioengine.cli.bench_serve", "load on a server, or on two by turns: rates and latencies"
+        "aioengine.bench.serve", "load on a server, or on two by turns: rates and latencies"
     ),
     "throughput": Command(
-        "aioengine.cli.bench_throughput", "many prompts at once, without HTTP: tokens/s, steps"
+        "aioengine.bench.throughput", "many prompts at once, without HTTP: tokens/s, steps"
+    ),
+    "steps": Command(
+        "aioengine.bench.steps", "where a step's time goes on every rank, and how it grows"
     ),
     "roofline": Command(
-        "aioengine.cli.bench_roofline", "this machine's limits, and what share the engine reaches"
+        "aioengine.bench.roofline", "this machine's limits, and what share the engine reaches"
     ),
     "collectives": Command(
-        "aioengine.cli.bench_collectives", "time collectives, backends side by side"
+        "aioengine.bench.collectives", "time collectives, backends side by side"
     ),
 }

@@ -23,7 +23,7 @@ def dispatch(prog: str, commands: Mapping[str, Command], argv: Sequence[str]) ->
         _parser(prog, commands).print_help()
         return 1
     name = _parser(prog, commands).parse_args(argv[:1]).command
-    # Imported by name, and only the one that was asked for: `serve` brings torch, which takes
+    # Imported by name, and only the one that was asked for: `bench` brings torch, which takes
     # seconds, and `aioengine layout` must answer at once.
     module = importlib.import_module(commands[name].module)
     prog = f"{prog} {name}"

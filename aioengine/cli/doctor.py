@@ -18,7 +18,8 @@ import setproctitle
 import uvloop
 
 from aioengine.cli.local_ranks import run_ranks
-from aioengine.cli.serve import num_processes, to_argv
+from aioengine.cli.rank_flags import to_argv
+from aioengine.cli.serve import num_processes
 from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.dist.launcher import choose_interface, read_environment, report_to_launcher
 from aioengine.doctor.examination import Examination

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+from aioengine import openmp_waits  # noqa: F401  # acts when imported
 from aioengine.cli.commands import Command, dispatch
 
 COMMANDS: Final = {

@@ -1,21 +1,24 @@
 """Serve a model on this machine: starts every rank as torchrun would and stays until they end."""
 
 import argparse
+import importlib
 import os
 import sys
-from typing import Any, Final
+from typing import Final
 
-from aioengine.cli.local_ranks import run_ranks
+from aioengine.cli.rank_flags import add_model_argument, given_flags, to_argv
 from aioengine.config import EngineConfig, refuse_unsupported
 from aioengine.flags import CommandParser, add_flags, config_from
 
 RANK_MODULE: Final = "aioengine.launch"
+LAUNCHER_MODULE: Final = "aioengine.cli.local_ranks"
+"""Imported where several ranks are started: it brings torch, 2 s that one rank need not wait."""
 KILL_MARGIN_S: Final = 10
 """How much longer than --shutdown-timeout a rank may take before it is killed."""
 
 
 def configure(parser: CommandParser) -> None:
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="Same as --model.")
+    add_model_argument(parser)
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -27,14 +30,9 @@ def configure(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    given = vars(args)
-    model = given.pop("model_argument", None)
-    max_restarts = given.pop("max_restarts")
     try:
-        if model is not None and "model" in given:
-            raise ValueError(f"--model {given['model']} and MODEL {model} are both given")
-        if model is not None:
-            given["model"] = model
+        given = given_flags(args)
+        max_restarts = given.pop("max_restarts")
         if max_restarts < 0:
             raise ValueError(f"--max-restarts must be at least 0, found {max_restarts}")
         config = config_from(given)
@@ -47,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if num_ranks == 1 and not max_restarts:
         os.execv(rank_argv[0], rank_argv)
     shutdown_timeout_s = int(config.shutdown_timeout) + KILL_MARGIN_S
-    return run_ranks(
+    status: int = importlib.import_module(LAUNCHER_MODULE).run_ranks(
         "aioengine serve",
         rank_argv,
         num_ranks,
@@ -55,23 +53,10 @@ def run(args: argparse.Namespace) -> int:
         max_restarts=max_restarts,
         drains=True,
     )
+    return status
 
 
 def num_processes(config: EngineConfig) -> int:
     """Ranks to start; without --data-parallel-size there is one replica."""
     dp_size = 1 if config.data_parallel_size == "auto" else config.data_parallel_size
     return config.tensor_parallel_size * config.pipeline_parallel_size * dp_size
-
-
-def to_argv(given: dict[str, Any]) -> list[str]:
-    """The parsed flags as a command line again, for the ranks."""
-    argv = []
-    for name, value in given.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            argv.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list):
-            argv += [f"--{flag}={item}" for item in value]
-        else:
-            argv.append(f"--{flag}={value}")
-    return argv

@@ -9,4 +9,5 @@ COMMANDS: Final = {
         "aioengine.cli.trace_state", "step, queue, last collective, loop lag of every rank"
     ),
     "stacks": Command("aioengine.cli.trace_stacks", "all threads of all ranks"),
+    "steps": Command("aioengine.cli.trace_steps", "a timeline of the next steps, for Perfetto"),
 }

@@ -47,8 +47,9 @@ def show(
     return 0
 
 
-def fetch(args: argparse.Namespace, path: str) -> Any:
-    """The server's answer. Raises UnreachableError and, for what was typed, ValueError."""
+def fetch(args: argparse.Namespace, path: str, works_s: float = 0.0) -> Any:
+    """The server's answer, which may take it `works_s` to make. Raises UnreachableError and, for
+    what was typed, ValueError."""
     given = vars(args)
     url = given.get("url", DEFAULT_URL)
     if "endpoint_file" in given:
@@ -66,15 +67,16 @@ def fetch(args: argparse.Namespace, path: str) -> Any:
     request = urllib.request.Request(
         url.rstrip("/") + path, headers={"Authorization": f"Bearer {key}"}
     )
+    limit_s = ANSWER_S + works_s
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with direct.open(request, timeout=ANSWER_S) as response:
+        with direct.open(request, timeout=limit_s) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         raise UnreachableError(f"{url} answers {error.code}: {_message(error)}") from None
     except TimeoutError:
         raise UnreachableError(
-            f"{url} does not answer within {ANSWER_S:g} s: the event loop of the rank that serves "
+            f"{url} does not answer within {limit_s:g} s: the event loop of the rank that serves "
             "it is blocked, or its process is stopped; its log has the stacks, and every front end "
             "can be asked (--api-ranks leaders)"
         ) from None

@@ -8,23 +8,51 @@ import asyncio
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection
-from typing import Final, assert_never
+from typing import Final, Protocol, assert_never
 
 from aioengine.control.channel import Connection
 from aioengine.control.handshake import ControlPort
 from aioengine.control.loop_watch import LoopWatch
 from aioengine.control.stacks import stacks_of_threads
-from aioengine.errors import HandshakeError, StartupError
+from aioengine.errors import EngineError, HandshakeError, StartupError
 from aioengine.limits import MAX_TRACE_QUESTION_BYTES
 from aioengine.messages import Endpoint, Hello
-from aioengine.trace_messages import AskStacks, AskState, RankStacks, RankState, TraceQuestion
+from aioengine.timeline.clock import own_clock
+from aioengine.trace_messages import (
+    AskClock,
+    AskStacks,
+    AskState,
+    AskSteps,
+    BeginRecording,
+    ClockReading,
+    RankStacks,
+    RankState,
+    RecordedSteps,
+    RecordingBegan,
+    RecordingRefused,
+    TraceQuestion,
+)
 
 log = logging.getLogger(__name__)
 
 Describe = Callable[[LoopWatch], RankState]
 """What the rank is in. Called in the trace thread: it may only read, and only what is whole."""
 CLOSE_S: Final = 2.0
+
+
+class StepSource(Protocol):
+    """Records this rank's steps (`rank/recording.py`). Called in the trace thread; raises
+    EngineError that says why it does not."""
+
+    async def begin_and_wait(self) -> int:
+        """Returns the last job that is not recorded."""
+        ...
+
+    async def wait_steps(self, wanted: AskSteps) -> RecordedSteps: ...
+
+    def end(self) -> None: ...
 
 
 class TraceThread:
@@ -43,9 +71,11 @@ class TraceThread:
         """Where the front ends ask."""
         self._thread: threading.Thread | None = None
         self._is_up = threading.Event()
+        self._clock = own_clock()
         self._own_loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
         self._connections: set[Connection] = set()
+        self._recording_for: Connection | None = None
 
     def start(
         self,
@@ -53,8 +83,10 @@ class TraceThread:
         key: bytes,
         askers: Collection[int],
         describe: Describe,
+        steps: StepSource,
     ) -> None:
         """Answer the ranks in `askers`, and watch `loop`."""
+        self._steps = steps
         self._watch = LoopWatch(loop)
         self._key = key
         self._askers = askers
@@ -79,7 +111,8 @@ class TraceThread:
         self._stop = asyncio.Event()
         self._own_loop = asyncio.get_running_loop()
         self._is_up.set()
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as self._tasks:
+            tasks = self._tasks
             port = ControlPort(
                 tasks,
                 self._key,
@@ -109,7 +142,13 @@ class TraceThread:
 
     def _forget(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self._end_recording(connection)
         connection.close()
+
+    def _end_recording(self, connection: Connection) -> None:
+        if self._recording_for is connection:
+            self._recording_for = None
+            self._steps.end()
 
     def _answer(self, connection: Connection, question: TraceQuestion) -> None:
         match question:
@@ -117,5 +156,26 @@ class TraceThread:
                 connection.send(self._describe(self._watch))
             case AskStacks():
                 connection.send(RankStacks(stacks_of_threads(), self._watch.block()))
+            case AskClock():
+                connection.send(ClockReading(time.monotonic_ns(), self._clock))
+            case BeginRecording() | AskSteps():
+                self._tasks.create_task(self._record(connection, question), name="recording")
             case _:
                 assert_never(question)
+
+    async def _record(self, connection: Connection, question: BeginRecording | AskSteps) -> None:
+        try:
+            if isinstance(question, AskSteps):
+                if self._recording_for is not connection:
+                    raise EngineError("nothing is recorded")
+                connection.send(await self._steps.wait_steps(question))
+                return
+            last_seq = await self._steps.begin_and_wait()
+        except EngineError as error:
+            connection.send(RecordingRefused(str(error)))
+            return
+        if connection not in self._connections:  # it has ended meanwhile
+            self._steps.end()
+            return
+        self._recording_for = connection
+        connection.send(RecordingBegan(last_seq))

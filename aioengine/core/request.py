@@ -29,6 +29,8 @@ class Request:
     token_ids: list[int] = field(init=False)
     """Prompt and known output."""
     num_prompt_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    wants_prompt_logprobs: bool = field(init=False)
     num_cached_tokens: int | None = None
     """Found in the prefix cache when it first entered a slot."""
     next_prompt_logprob: int = 1
@@ -39,6 +41,8 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_registered_blocks: int = 0
     """The first ones of `block_ids`, offered to the prefix cache already (or found there)."""
+    num_tokens_to_register: int = 0
+    """Tokens that have to be known and computed before there is a block to offer."""
     num_computed_tokens: int = 0
     """Counted when they are scheduled, not when their result comes."""
     num_samples_in_flight: int = 0
@@ -50,6 +54,8 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         assert 0 < self.num_prompt_tokens < max_model_len
         assert self.added.params.max_tokens > 0
+        self.stop_token_ids = frozenset(self.added.params.stop_token_ids)
+        self.wants_prompt_logprobs = self.added.params.prompt_logprobs is not None
         self.max_num_tokens = min(
             self.num_prompt_tokens + self.added.params.max_tokens, max_model_len
         )
@@ -72,16 +78,20 @@ class Request:
         """Whether there is a token to draw after those known and those in flight."""
         return len(self.token_ids) + self.num_samples_in_flight < self.max_num_tokens
 
-    def is_schedulable(self, *, async_scheduling: bool) -> bool:
-        if not self.num_samples_in_flight:
-            return True
-        return async_scheduling and self.num_samples_in_flight == 1 and self.may_grow
+    def num_schedulable_tokens(self, async_scheduling: bool) -> int:
+        """`num_remaining_tokens` where the plan need not wait for samples in flight, else 0."""
+        num_in_flight = self.num_samples_in_flight
+        num_tokens = len(self.token_ids) + num_in_flight
+        if num_in_flight and not (
+            async_scheduling and num_in_flight == 1 and num_tokens < self.max_num_tokens
+        ):
+            return 0
+        return num_tokens - self.num_computed_tokens
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
         """Every prompt token has to be computed, cached or not, until all are delivered."""
-        asks = self.added.params.prompt_logprobs is not None
-        return asks and self.next_prompt_logprob < self.num_prompt_tokens
+        return self.wants_prompt_logprobs and self.next_prompt_logprob < self.num_prompt_tokens
 
     @property
     def counts_tokens(self) -> bool:
@@ -130,13 +140,18 @@ class Request:
         self.next_prompt_logprob += len(fresh)
         return fresh
 
-    def append(self, token_id: int) -> FinishReason | None:
-        """Take a drawn token; says whether the request ends with it."""
-        self.token_ids.append(token_id)
-        params = self.added.params
-        if token_id in params.stop_token_ids and self.num_output_tokens >= params.min_tokens:
-            return "stop"
-        return "length" if len(self.token_ids) == self.max_num_tokens else None
+    def take(self, drawn: tuple[int, ...]) -> tuple[int, FinishReason | None]:
+        """Drawn tokens, up to one that ends the request: how many were taken, and why it ends."""
+        known, num_taken = self.token_ids, 0
+        for token_id in drawn:
+            known.append(token_id)
+            num_taken += 1
+            is_stop = token_id in self.stop_token_ids
+            if is_stop and self.num_output_tokens >= self.added.params.min_tokens:
+                return num_taken, "stop"
+            if len(known) == self.max_num_tokens:
+                return num_taken, "length"
+        return num_taken, None
 
     def iter_digests(self, start: int, stop: int, block_size: int) -> Iterator[bytes]:
         """Digests of the full blocks `start` to `stop` - 1, computed once and only when needed."""
@@ -152,6 +167,7 @@ class Request:
         self.slot = slot
         self.epoch = epoch
         self.num_registered_blocks = num_cached_blocks
+        self.num_tokens_to_register = (num_cached_blocks + 1) * block_size
         self.num_computed_tokens = num_cached_blocks * block_size
         if self.num_cached_tokens is None:
             self.num_cached_tokens = self.num_computed_tokens

@@ -5,9 +5,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
+from typing import Final
 
 from aioengine.core.blocks import BlockPool, root_digest
-from aioengine.core.request import Key, Request
+from aioengine.core.request import Key, Order, Request
 from aioengine.core.waiting import WaitingQueue
 from aioengine.messages import (
     PREV,
@@ -23,6 +25,10 @@ from aioengine.messages import (
     StepResult,
     TokenLogprobs,
 )
+
+_ONE_PREV: Final = (PREV,)
+_Ready = tuple[Order, int, Request]
+"""A running request, and how many tokens of it can be computed now. Orders are unique."""
 
 
 @dataclass(slots=True)
@@ -135,12 +141,13 @@ class Scheduler:
             max_num_requests=-(-num_active // self._num_stages),
             history_budget=self._max_num_batched_tokens,
         )
-        rested: deque[Request] = deque()
-        recent: deque[Request] = deque()
+        rested: deque[_Ready] = deque()
+        recent: deque[_Ready] = deque()
+        last_rested_plan = draft.number - self._num_stages
         for request in self._running.values():
-            if request.is_schedulable(async_scheduling=self._async_scheduling):
-                is_rested = draft.number - request.last_plan >= self._num_stages
-                (rested if is_rested else recent).append(request)
+            if num_tokens := request.num_schedulable_tokens(self._async_scheduling):
+                ready = rested if request.last_plan <= last_rested_plan else recent
+                ready.append((request.order, num_tokens, request))
         self._continue_running(draft, rested)
         self._admit_waiting(draft)
         self._continue_running(draft, recent)
@@ -153,27 +160,31 @@ class Scheduler:
             tuple(draft.history),
         )
 
-    def _continue_running(self, draft: _Draft, ready: deque[Request]) -> None:
+    def _continue_running(self, draft: _Draft, ready: deque[_Ready]) -> None:
         """Fill the draft up from `ready`; who finds no block there does not take a place."""
         while ready and not draft.is_full:
             num_places = min(draft.max_num_requests - len(draft.steps), len(ready))
             batch = [ready.popleft() for _ in range(num_places)]
-            for request, num_tokens in _share_budget(batch, draft.budget):
+            for _, num_tokens, request in _share_budget(batch, draft.budget):
                 if request.slot is not None:  # else a better one has just preempted it
                     self._continue_request(draft, request, num_tokens)
 
     def _continue_request(self, draft: _Draft, request: Request, num_tokens: int) -> None:
         """Preempts the worst outside the plan for a block, but none better than `request`."""
-        num_tokens_after = request.num_computed_tokens + num_tokens
-        num_blocks = self._pool.num_blocks_for(num_tokens_after) - len(request.block_ids)
-        while self._pool.num_free < num_blocks:
+        pool, num_held = self._pool, len(request.block_ids)
+        end = request.num_computed_tokens + num_tokens
+        if end <= num_held * pool.block_size:
+            self._add_step(draft, request, end, ())
+            return
+        num_blocks = pool.num_blocks_for(end) - num_held
+        while pool.num_free < num_blocks:
             in_reach = (r for slot, r in self._running.items() if slot not in draft.steps)
-            worst = max(in_reach, key=lambda r: r.order)
+            worst = max(in_reach, key=attrgetter("order"))
             if worst is request:
                 return
             self._preempt(worst)
             draft.has_preempted = True
-        self._add_step(draft, request, num_tokens, self._pool.allocate(num_blocks))
+        self._add_step(draft, request, end, tuple(pool.allocate(num_blocks)))
 
     def _admit_waiting(self, draft: _Draft) -> None:
         """Best first, and only with blocks for all its tokens beyond what running ones still need.
@@ -232,50 +243,51 @@ class Scheduler:
             draft.history.append(SlotHistory(slot, request.epoch, history))
             draft.history_budget -= len(history)
 
-        num_tokens = min(request.num_remaining_tokens, draft.budget)
-        num_tokens_after = request.num_computed_tokens + num_tokens
-        num_blocks = self._pool.num_blocks_for(num_tokens_after) - len(cached)
-        self._add_step(draft, request, num_tokens, cached + self._pool.allocate(num_blocks))
+        end = request.num_computed_tokens + min(request.num_remaining_tokens, draft.budget)
+        num_blocks = self._pool.num_blocks_for(end) - len(cached)
+        self._add_step(draft, request, end, (*cached, *self._pool.allocate(num_blocks)))
 
     def _add_step(
-        self, draft: _Draft, request: Request, num_tokens: int, new_block_ids: list[int]
+        self, draft: _Draft, request: Request, end: int, new_block_ids: tuple[int, ...]
     ) -> None:
-        """Put the next tokens of a request into the plan; they count as computed from here on."""
-        assert request.slot is not None
-        start = request.num_computed_tokens
-        literals = request.token_ids[start : start + num_tokens]
-        sample = num_tokens == request.num_remaining_tokens
-        draft.budget -= num_tokens
-        draft.steps[request.slot] = SlotStep(
-            slot=request.slot,
-            epoch=request.epoch,
-            start=start,
-            token_ids=tuple(literals) if literals else (PREV,),
-            new_block_ids=tuple(new_block_ids),
-            sample=sample,
-            next_prompt_id=request.next_prompt_id(start + num_tokens),
+        """Put a request's tokens up to position `end` into the plan: computed from here on."""
+        slot = request.slot
+        assert slot is not None
+        start, num_known = request.num_computed_tokens, len(request.token_ids)
+        num_in_flight = request.num_samples_in_flight
+        sample = end == num_known + num_in_flight
+        draft.steps[slot] = SlotStep(
+            slot,
+            request.epoch,
+            start,
+            tuple(request.token_ids[start:end]) if start < num_known else _ONE_PREV,
+            new_block_ids,
+            sample,
+            request.next_prompt_id(end) if request.wants_prompt_logprobs else -1,
         )
-        request.block_ids += new_block_ids
-        request.num_computed_tokens += num_tokens
+        draft.budget -= end - start
+        if new_block_ids:
+            request.block_ids += new_block_ids
+        request.num_computed_tokens = end
         request.last_plan = draft.number
         if sample:
-            request.num_samples_in_flight += 1
-            draft.share_sampled |= self._async_scheduling and request.may_grow
-        self._register_full_blocks(request)
-        self._running.move_to_end(request.slot)
+            request.num_samples_in_flight = num_in_flight + 1
+            if self._async_scheduling and not draft.share_sampled:
+                draft.share_sampled = request.may_grow
+        if min(end, num_known) >= request.num_tokens_to_register:
+            self._register_full_blocks(request)
+        self._running.move_to_end(slot)
 
     def _register_full_blocks(self, request: Request) -> None:
         """Offer for reuse what is computed, or planned to be, from tokens that are known."""
-        if not self._pool.enable_prefix_caching:
-            return
-        block_size = self._pool.block_size
-        first = request.num_registered_blocks
+        block_size, first = self._pool.block_size, request.num_registered_blocks
         num_full = min(request.num_computed_tokens, len(request.token_ids)) // block_size
-        if num_full > first:
+        if self._pool.enable_prefix_caching:
             digests = request.iter_digests(first, num_full, block_size)
             for block_id, digest in zip(request.block_ids[first:num_full], digests, strict=True):
                 self._pool.register(block_id, digest)
-            request.num_registered_blocks = num_full
+        request.num_registered_blocks = num_full
+        request.num_tokens_to_register = (num_full + 1) * block_size
 
     # --- results --------------------------------------------------------------------------------
 
@@ -291,26 +303,24 @@ class Scheduler:
                 fresh = request.take_prompt_logprobs(part.start, part.logprobs)
                 if fresh:
                     deltas.append((request.source, _delta(request, prompt_logprobs=fresh)))
-        deltas += [
-            (request.source, self._take_sample(request, sampled))
-            for sampled in result.sampled
-            if (request := self._tenant(sampled.slot, sampled.epoch)) is not None
-        ]
+        running = self._running
+        for sampled in result.sampled:
+            tenant = running.get(sampled.slot)
+            if tenant is not None and tenant.epoch == sampled.epoch:
+                deltas.append((tenant.source, self._take_sample(tenant, sampled)))
         return deltas
 
     def _take_sample(self, request: Request, sampled: Sampled) -> RequestDelta:
         if sampled.error:
             return self._end(request, "error", error=sampled.error)
         request.num_samples_in_flight -= 1
-        num_known = len(request.token_ids)
-        finish_reason = None
-        for token_id in sampled.token_ids:
-            finish_reason = request.append(token_id)
-            if finish_reason is not None:
-                break
-        self._register_full_blocks(request)
-        token_ids = tuple(request.token_ids[num_known:])
-        logprobs = sampled.logprobs[: len(token_ids)]
+        token_ids, logprobs = sampled.token_ids, sampled.logprobs
+        num_taken, finish_reason = request.take(token_ids)
+        if num_taken < len(token_ids):
+            token_ids, logprobs = token_ids[:num_taken], logprobs[:num_taken]
+        num_whole = min(request.num_computed_tokens, len(request.token_ids))
+        if num_whole >= request.num_tokens_to_register:
+            self._register_full_blocks(request)
         if finish_reason is not None:
             return self._end(request, finish_reason, token_ids, logprobs)
         return _delta(request, token_ids, logprobs)
@@ -412,19 +422,22 @@ class Scheduler:
         assert len(self._requests) == len(self._running) + len(self._waiting)
 
 
-def _share_budget(batch: list[Request], budget: int) -> list[tuple[Request, int]]:
+def _share_budget(batch: list[_Ready], budget: int) -> list[_Ready]:
     """How many tokens each gets: decodes first, prefills share the rest.
 
     Who gets some comes back best (priority, arrival) first: in this order blocks are given out, so
     that a request never has to preempt one already in the plan.
     """
+    batch.sort()
+    if sum([num_wanted for _, num_wanted, _ in batch]) <= budget:
+        return batch
     shares = []
-    for request in sorted(batch, key=lambda r: (r.num_remaining_tokens > 1, r.order)):
-        num_tokens = min(request.num_remaining_tokens, budget)
+    for order, num_wanted, request in sorted(batch, key=lambda ready: ready[1] > 1):
+        num_tokens = min(num_wanted, budget)
         budget -= num_tokens
         if num_tokens:
-            shares.append((request, num_tokens))
-    return sorted(shares, key=lambda share: share[0].order)
+            shares.append((order, num_tokens, request))
+    return sorted(shares)
 
 
 def _delta(
@@ -436,13 +449,15 @@ def _delta(
     prompt_logprobs: tuple[TokenLogprobs, ...] = (),
 ) -> RequestDelta:
     """The first one also tells how much of the prompt was cached."""
-    is_first = request.num_output_tokens == len(token_ids)
+    num_cached = 0
+    if request.num_cached_tokens and request.num_output_tokens == len(token_ids):
+        num_cached = request.num_cached_tokens
     return RequestDelta(
-        request_id=request.added.request_id,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        finish_reason=finish_reason,
-        error=error,
-        num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
-        prompt_logprobs=prompt_logprobs,
+        request.added.request_id,
+        token_ids,
+        logprobs,
+        finish_reason,
+        error,
+        num_cached,
+        prompt_logprobs,
     )

@@ -19,6 +19,7 @@ from aioengine.dist.communicators import Communicator
 from aioengine.dist.plain_values import broadcast_value
 from aioengine.dist.tensor_dict import ReceivedDict, SentDict, TensorDictLink, broadcast_dict
 from aioengine.errors import EngineError
+from aioengine.timeline.probe import Kind, Probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,17 @@ class GroupCoordinator:
         return self._open.dicts.irecv(source)
 
     # --- start and end
+
+    def probes(self) -> list[Probe]:
+        """The collectives of a step."""
+        if self.world_size == 1:
+            return []
+        return [
+            Probe(self, "all_reduce", Kind.ALL_REDUCE),
+            Probe(self, "all_gather", Kind.ALL_GATHER),
+            Probe(self, "reduce_scatter", Kind.REDUCE_SCATTER),
+            Probe(self, "broadcast", Kind.BROADCAST),
+        ]
 
     def exercise(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Something tiny on every path to be used: each backend, and each (from, to) pair.

@@ -54,7 +54,9 @@ class DeviceBench:
             device = self._device = select_device(config.device, env.local_rank)
         except StartupError as error:
             return no_device(str(error))
-        threads = set_cpu_threads(config.cpu_threads, env.omp_num_threads, env.local_world_size)
+        threads = set_cpu_threads(
+            config.cpu_threads, env.omp_num_threads, env.local_rank, env.local_world_size
+        )
         self.doing = f"multiplying matrices on {device}"
         free, total = _memory(device)
         report = Device(

@@ -30,6 +30,7 @@ from aioengine.frontend.sampling import SamplingParams
 from aioengine.layout import Coords
 from aioengine.messages import ResetPrefixCache
 from aioengine.rank.place import Place
+from aioengine.rank.recording import StepRecorder
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -113,6 +114,11 @@ class AsyncEngine:
     def max_model_len(self) -> int:
         """Longest prompt and output, in tokens. Leaders only."""
         return self._requests("max_model_len").max_model_len
+
+    @property
+    def step_recorder(self) -> StepRecorder:
+        """Records this rank's own part of the steps. For measurements."""
+        return self._host.recorder
 
     # --- phases
 

@@ -21,6 +21,7 @@ from aioengine.frontend.text import TextPool
 from aioengine.rank.joining import join_launch
 from aioengine.rank.model_files import find_model, load_text
 from aioengine.rank.place import Place
+from aioengine.rank.recording import StepRecorder
 from aioengine.rank.roles import new_engine, new_front_end, new_watch
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class EngineHost:
         self._may_end = asyncio.Event()
         """It has left in order."""
         self.engine: Leader | Peer
+        """From ready on."""
+        self.recorder: StepRecorder
         """From ready on."""
         self.requests: Requests | None = None
         """On leaders, from ready on."""
@@ -116,6 +119,9 @@ class EngineHost:
             self._watch.failed.add_done_callback(self._tell_program)
             self.engine = new_engine(
                 place, model, source, links, self._watch, device, is_embedded=True
+            )
+            self.recorder = StepRecorder(
+                asyncio.get_running_loop(), self.engine, self._watch, device
             )
             stack.callback(self.engine.abandon)
             text = TextPool()

@@ -5,6 +5,7 @@ way costs half of `call_soon_threadsafe`.
 """
 
 import asyncio
+import ctypes
 import logging
 import os
 import threading
@@ -19,10 +20,16 @@ from aioengine.activity import Activity
 from aioengine.errors import WorkerError
 from aioengine.limits import MAX_ERROR_CHARS, MAX_TRACEBACK_CHARS
 from aioengine.messages import JobFailed, RemoteCall, RemoteFailed, StepPlan, StepResult
+from aioengine.timeline.probe import Probe
 
 log = logging.getLogger(__name__)
 
 JOIN_S: Final = 2.0
+_eventfd_write: Final = ctypes.PyDLL(None, use_errno=True).eventfd_write
+"""Keeps the interpreter lock, which `os.eventfd_write` lets go: the loop would take it right there,
+and the device wait for the loop's whole turn before it begins the next step. This way the loop's
+turn comes when the device is in its first kernel."""
+_eventfd_write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 
 class DeviceWorker(Protocol):
@@ -42,6 +49,9 @@ class DeviceWorker(Protocol):
 
     def remote(self, seq: int, call: RemoteCall) -> bytes:
         """Run the method of a `collective_rpc`; msgpack of its value, empty when not wanted."""
+
+    def probes(self) -> list[Probe]:
+        """What of a step can be timed, once the replica is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +158,8 @@ class DeviceThread:
             if error is None:
                 value, error = _attempt(task.run)
             self._outcomes.put((task.on_done, value, error))
-            os.eventfd_write(self._wake_fd, 1)
+            if _eventfd_write(self._wake_fd, 1):  # it never blocks
+                raise OSError(ctypes.get_errno(), "cannot wake the loop")
 
     def _take_arrived(self, waiting: deque[tuple[_Task, JobError | None] | None]) -> None:
         while True:

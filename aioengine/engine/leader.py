@@ -48,6 +48,7 @@ from aioengine.messages import (
 )
 from aioengine.model_config import ModelConfig
 from aioengine.rpc import encode_arguments, encode_value, method_name
+from aioengine.timeline.probe import Kind, Probe
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +189,18 @@ class Leader:
     def look(self) -> Heartbeat:
         """What this rank's device thread is in. Any thread."""
         return self._executor.look()
+
+    def loop_probes(self) -> list[Probe]:
+        """What this loop does for a step, once the replica is ready."""
+        return [
+            Probe(self._scheduler, "schedule", Kind.PLAN),
+            Probe(self._executor, "submit", Kind.SEND_PLAN),
+            Probe(self._scheduler, "apply", Kind.APPLY),
+            Probe(self, "_publish", Kind.REPORT),
+        ]
+
+    def device_probes(self) -> list[Probe]:
+        return self._worker.probes()
 
     async def collective_rpc(
         self,

@@ -30,6 +30,7 @@ from aioengine.messages import (
     StepPlan,
     StepResult,
 )
+from aioengine.timeline.probe import Kind, Probe
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,16 @@ class Peer:
     def look(self) -> Heartbeat:
         """What this rank's device thread is in. Any thread."""
         return self._pulse.look(self._last_done)
+
+    def loop_probes(self) -> list[Probe]:
+        """What this loop does for a step."""
+        return [
+            Probe(self, "_start_job", Kind.TAKE_PLAN),
+            Probe(self, "_on_step", Kind.SEND_RESULT),
+        ]
+
+    def device_probes(self) -> list[Probe]:
+        return self._worker.probes()
 
     def request_drain(self, request: DrainRequested) -> None:
         """This rank got a signal: the front ends drain the launch."""

@@ -1,7 +1,8 @@
 """Token ids to text as they come, with stop strings.
 
 Works on bytes: every token stands for fixed bytes, so text is their UTF-8 decoding. Each token and
-each character is looked at once.
+each character is looked at once. A token that is whole characters, between others, is its own text:
+nothing is decoded for it.
 """
 
 import codecs
@@ -44,12 +45,24 @@ class IncrementalDetokenizer:
         self._num_unstoppable = min_tokens
         """Of the tokens to come."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_within_character = False
+        """The decoder holds its first bytes."""
         self._matchers = [_StopMatcher(pattern) for pattern in stop]
         self._held = ""
         """The longest end of the text that may be the beginning of a stop string."""
 
-    def push(self, token_ids: tuple[int, ...]) -> str:
+    @property
+    def has_stop_strings(self) -> bool:
+        return bool(self._matchers)
+
+    def push(self, token_ids: Sequence[int]) -> str:
         """The new text that is ready to be sent. Empty once a stop string was found."""
+        if self._matchers:
+            return self._push_stoppable(token_ids)
+        self.num_counted = len(token_ids)
+        return "".join([self._text_of(token_id) for token_id in token_ids])
+
+    def _push_stoppable(self, token_ids: Sequence[int]) -> str:
         ready: list[str] = []
         self.num_counted = 0
         for token_id in token_ids:
@@ -57,22 +70,34 @@ class IncrementalDetokenizer:
                 break
             self.num_counted += 1
             self._num_unstoppable -= 1
-            if self._skip_special_tokens and token_id in self._tokenizer.special_ids:
-                continue
-            ready.append(self._advance(self._utf8.decode(self._tokenizer.token_bytes(token_id))))
+            if text := self._text_of(token_id):
+                ready.append(self._advance(text))
         return "".join(ready)
+
+    def _text_of(self, token_id: int) -> str:
+        """What a token adds to the text before it; all or a part of it may come with the next."""
+        if self._skip_special_tokens and token_id in self._tokenizer.special_ids:
+            return ""
+        if not self._is_within_character:
+            text = self._tokenizer.whole_texts[token_id]
+            if text is not None:
+                return text
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._is_within_character = bool(self._utf8.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """The answer ends here: what was held back. Empty after a stop string."""
         if self.stopped is not None:
             return ""
-        ready = self._advance(self._utf8.decode(b"", final=True))
+        ready = self._utf8.decode(b"", final=True)
+        if not self._matchers:
+            return ready
+        ready = self._advance(ready)
         held, self._held = self._held, ""
         return ready + held
 
     def _advance(self, new: str) -> str:
-        if not self._matchers:
-            return new
         text = self._held + new
         for end, char in enumerate(new, start=len(self._held) + 1):
             complete = [matcher.pattern for matcher in self._matchers if matcher.advance(char)]

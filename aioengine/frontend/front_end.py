@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, assert_never
@@ -16,7 +16,7 @@ from aioengine.control.loss import explain_loss
 from aioengine.control.walltime import Walltime
 from aioengine.control.watch import Heartbeats
 from aioengine.errors import EngineError, ReplicaFailedError
-from aioengine.frontend.metrics import EngineMetrics
+from aioengine.frontend.metrics import EngineMetrics, Metrics
 from aioengine.frontend.records import Choice, ChoiceSpec, Generation
 from aioengine.frontend.replica_calls import MakeCommand, ReplicaCalls
 from aioengine.frontend.router import Router
@@ -32,6 +32,7 @@ from aioengine.messages import (
     RankInfo,
     ReplicaFailed,
     ReplicaReady,
+    RequestDelta,
     Shutdown,
     StepReport,
 )
@@ -62,17 +63,21 @@ class Replica:
     dp_rank: int
     link: Link
     leader: RankInfo
+    metrics: Metrics
     ready: ReplicaReady | None = None
     failed_cause: str | None = None
     beat: Heartbeat | None = None
     """The leader's last one."""
     beat_at: float = 0.0
     calls: ReplicaCalls = field(init=False)
-    stats: LoadStats = field(default_factory=LoadStats)
     live: dict[str, tuple[Choice, Generation]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.calls = ReplicaCalls(self.link)
+
+    @property
+    def stats(self) -> LoadStats:
+        return self.metrics.stats
 
     @property
     def is_serving(self) -> bool:
@@ -93,11 +98,12 @@ class FrontEnd:
         on_frozen: Callable[[RankInfo], None],
         restart_count: int = 0,
     ) -> None:
-        self.replicas = [
-            Replica(dp_rank, link, leader) for dp_rank, (link, leader) in enumerate(leaders)
-        ]
         self.restart_count = restart_count
         self.metrics = EngineMetrics(len(leaders), restart_count)
+        self.replicas = [
+            Replica(dp_rank, link, leader, self.metrics.by_replica[dp_rank])
+            for dp_rank, (link, leader) in enumerate(leaders)
+        ]
         self.is_draining = False
         self.drain_cause: str | None = None
         """Where it is more than that somebody asked for it."""
@@ -179,7 +185,7 @@ class FrontEnd:
         self.idle.clear()
         for index, spec in enumerate(specs):
             replica = self._place(dp_rank)
-            metrics = self.metrics.by_replica[replica.dp_rank]
+            metrics = replica.metrics
             choice = Choice(f"{self._name}-{next(self._ids)}", index, spec, metrics)
             generation.choices.append(choice)
             replica.live[choice.request_id] = (choice, generation)
@@ -299,18 +305,8 @@ class FrontEnd:
         self._beats.heard(replica.dp_rank)
         match event:
             case StepReport(deltas=deltas, stats=stats):
-                for delta in deltas:
-                    entry = replica.live.get(delta.request_id)
-                    if entry is None:
-                        continue  # the client left, or a stop string ended it
-                    choice, generation = entry
-                    if choice.push(delta):
-                        replica.link.send(Abort(choice.request_id))
-                    if choice.is_finished:
-                        del replica.live[choice.request_id]
-                    generation.wake()
-                replica.stats = stats
-                self.metrics.update(replica.dp_rank, stats)
+                self._take_deltas(replica, deltas)
+                replica.metrics.stats = stats
             case ReplicaReady():
                 replica.ready = event
                 self._note_started()
@@ -329,6 +325,24 @@ class FrontEnd:
             case _:
                 assert_never(event)
 
+    def _take_deltas(self, replica: Replica, deltas: Sequence[RequestDelta]) -> None:
+        """What one step brought; every reader hears of it once."""
+        now = time.monotonic()
+        awake: dict[Generation, None] = {}
+        for delta in deltas:
+            entry = replica.live.get(delta.request_id)
+            if entry is None:
+                continue  # the client left, or a stop string ended it
+            choice, generation = entry
+            if choice.push(delta, now):
+                replica.link.send(Abort(choice.request_id))
+            if choice.is_finished:
+                del replica.live[choice.request_id]
+            awake[generation] = None
+        replica.metrics.end_step()
+        for generation in awake:
+            generation.wake()
+
     def _on_closed(self, replica: Replica, reason: str) -> None:
         explain_loss(
             replica.leader,
@@ -346,7 +360,7 @@ class FrontEnd:
         self._beats.forget(replica.dp_rank)
         self._fail_live(replica, cause)
         replica.calls.fail(cause)
-        self.metrics.update(replica.dp_rank, _without_load(replica.stats))
+        replica.metrics.stats = _without_load(replica.stats)
         self._note_started()
         if self.health == "failed":
             self.all_failed.set()

@@ -1,16 +1,25 @@
 """The front end's record of what clients wait for: one Choice per completion, grouped in a
-Generation. Deltas that a client has not read yet merge, so a slow reader holds text, not events."""
+Generation. Deltas that a client has not read yet merge, so a slow reader holds text, not events.
+
+A step may bring a token for each of hundreds of choices. So a delta costs no task, no future and,
+unless stop strings are looked for, no text: that is made when somebody reads it.
+"""
 
 import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Final, Protocol
 
 from aioengine.errors import RequestFailedError
 from aioengine.frontend.detokenizer import IncrementalDetokenizer
 from aioengine.frontend.metrics import Metrics
 from aioengine.messages import ChoiceParams, FinishReason, RequestDelta, TokenLogprobs
+
+MAX_IDS_WITHOUT_TEXT: Final = 512
+"""Of a choice that nobody reads before its end: the text of more is made as they come, so that no
+moment of the loop is long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +81,13 @@ class Choice:
         self._arrived = time.monotonic()
         self._last_token = self._arrived
         self._unread = Update(index)
+        self._num_with_text = 0
+        """Of the unread ids, from the first on."""
         self._has_news = False
 
-    def push(self, delta: RequestDelta) -> bool:
-        """Take a delta; True when a stop string ended the choice and the leader must be told."""
+    def push(self, delta: RequestDelta, now: float) -> bool:
+        """Take a delta that came at `now` (monotonic); True when a stop string ended the choice and
+        the leader must be told."""
         if self.is_finished:
             return False
         if delta.num_cached_tokens:
@@ -83,9 +95,26 @@ class Choice:
         if delta.finish_reason == "error":
             self.fail(delta.error)
             return False
-        self.prompt_logprobs += delta.prompt_logprobs
+        if delta.prompt_logprobs:
+            self.prompt_logprobs += delta.prompt_logprobs
         self._has_news = True
-        self._observe(len(delta.token_ids))
+        if num_tokens := len(delta.token_ids):
+            self._observe(num_tokens, now)
+        if delta.finish_reason is not None or self.spec.detokenizer.has_stop_strings:
+            self._push_text(delta)
+            return self.is_finished and delta.finish_reason is None
+        unread = self._unread
+        unread.token_ids += delta.token_ids
+        if delta.logprobs:
+            unread.logprobs += delta.logprobs
+        self.num_output_tokens += num_tokens
+        if len(unread.token_ids) - self._num_with_text > MAX_IDS_WITHOUT_TEXT:
+            self._make_text()
+        return False
+
+    def _push_text(self, delta: RequestDelta) -> None:
+        """Take a delta whose text decides what it means, or that is the last."""
+        self._make_text()
         detokenizer, unread = self.spec.detokenizer, self._unread
         ends_with_stop_token = delta.finish_reason == "stop" and not self.spec.include_stop
         shown = delta.token_ids[:-1] if ends_with_stop_token else delta.token_ids
@@ -101,10 +130,18 @@ class Choice:
                 unread.stop_reason = delta.token_ids[-1]
         unread.token_ids += delta.token_ids[:num_counted]
         unread.logprobs += delta.logprobs[:num_counted]
+        self._num_with_text = len(unread.token_ids)
         self.num_output_tokens += num_counted
         if unread.finish_reason is not None:
             self._end(unread.finish_reason)
-        return self.is_finished and delta.finish_reason is None
+
+    def _make_text(self) -> None:
+        """Of the unread ids that have none yet."""
+        unread = self._unread
+        if len(unread.token_ids) > self._num_with_text:
+            token_ids = unread.token_ids[self._num_with_text :]
+            unread.pieces.append(self.spec.detokenizer.push(token_ids))
+            self._num_with_text = len(unread.token_ids)
 
     def fail(self, error: str) -> None:
         """The engine could not go on with this choice."""
@@ -119,7 +156,9 @@ class Choice:
         """The merged news, once."""
         if not self._has_news:
             return None
+        self._make_text()
         update, self._unread = self._unread, Update(self.index)
+        self._num_with_text = 0
         self._has_news = False
         return update
 
@@ -128,29 +167,39 @@ class Choice:
             self.is_finished = True
             self._metrics.finished(reason, time.monotonic() - self._arrived)
 
-    def _observe(self, num_tokens: int) -> None:
-        if not num_tokens:
-            return
-        now = time.monotonic()
+    def _observe(self, num_tokens: int, now: float) -> None:
         if self.num_output_tokens == 0:
-            self._metrics.first_token(now - self._arrived)
+            self._metrics.first_tokens(num_tokens, now - self._arrived)
         else:
             self._metrics.next_tokens(num_tokens, now - self._last_token)
         self._last_token = now
-        self._metrics.generated(num_tokens)
+
+
+class Sink(Protocol):
+    """Where the updates of a Generation go."""
+
+    def write(self, updates: list[Update]) -> bool:
+        """Send them without waiting; False when the reader is behind and should get no more."""
+
+    async def drain(self) -> None:
+        """Return once a reader that was behind has caught up."""
 
 
 class Generation:
-    """All choices of one HTTP request: an async iterator of Updates, and a context that aborts
-    what is unfinished when it is left.
+    """All choices of one request, and a context that aborts what is unfinished when it is left.
 
-    Raises RequestFailedError from iteration when a choice failed.
+    One reader reads it in one of three ways: by iteration, by `feed`, or by `wait_end`. Each raises
+    RequestFailedError when a choice failed.
     """
 
     def __init__(self, choices: list[Choice], on_close: Callable[["Generation"], None]) -> None:
         self.choices = choices
         self._on_close = on_close
         self._news = asyncio.Event()
+        self._sink: Sink | None = None
+        """Gets what comes, where it comes."""
+        self._sink_error: Exception | None = None
+        self._awaits_end = False
 
     async def __aenter__(self) -> "Generation":
         return self
@@ -169,17 +218,74 @@ class Generation:
     async def __anext__(self) -> list[Update]:
         """Everything new since the last call, at most one Update per choice."""
         while True:
-            updates = [update for choice in self.choices if (update := choice.take()) is not None]
-            if updates:
+            if updates := self._take():
                 return updates
-            failed = next((choice.error for choice in self.choices if choice.error), None)
-            if failed is not None:
-                raise RequestFailedError(failed)
-            if all(choice.is_finished for choice in self.choices):
+            self._raise_if_failed()
+            if self._is_over():
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
 
+    async def feed(self, sink: Sink) -> None:
+        """Write updates to `sink` until the end.
+
+        While its reader keeps up, what a step brought is written in the callback that received it:
+        no task wakes up for a token. What comes while the reader is behind merges.
+        """
+        while True:
+            if not sink.write(self._take()):
+                await sink.drain()
+                continue
+            if self._is_over():
+                break
+            self._news.clear()
+            self._sink = sink
+            try:
+                await self._news.wait()
+            finally:
+                self._sink = None
+            if self._sink_error is not None:
+                raise self._sink_error
+        self._raise_if_failed()
+
+    async def wait_end(self) -> list[Update]:
+        """Wait until all choices have ended; everything that is new then."""
+        self._awaits_end = True
+        try:
+            while not self._is_over():
+                self._news.clear()
+                await self._news.wait()
+        finally:
+            self._awaits_end = False
+        self._raise_if_failed()
+        return self._take()
+
     def wake(self) -> None:
-        """A choice has news."""
+        """Choices have news."""
+        if self._sink is not None and not self._is_over():
+            try:
+                if self._sink.write(self._take()):
+                    return
+            except Exception as error:  # this is the reader's business, not the leader's link's
+                self._sink_error = error
+            self._sink = None
+        elif self._awaits_end and not self._is_over():
+            return
         self._news.set()
+
+    def _take(self) -> list[Update]:
+        return [update for choice in self.choices if (update := choice.take()) is not None]
+
+    def _is_over(self) -> bool:
+        """All choices have ended, or one failed."""
+        is_finished = True
+        for choice in self.choices:
+            if choice.error:
+                return True
+            is_finished &= choice.is_finished
+        return is_finished
+
+    def _raise_if_failed(self) -> None:
+        for choice in self.choices:
+            if choice.error:
+                raise RequestFailedError(choice.error)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +51,8 @@ class Tokenizer:
         self._backend = backend
         self._is_byte_level = _is_byte_level(backend)
         self._bytes: dict[int, bytes] = {}
+        self.whole_texts: Mapping[int, str | None] = _WholeTexts(self)
+        """`token_bytes` as text, where they are whole characters; made when first asked for."""
         added = backend.get_added_tokens_decoder()
         self._added_ids = added.keys()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -95,6 +97,20 @@ class Tokenizer:
         if match := BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(match[1])
         return token.replace(SPACE_MARK, " ").encode()
+
+
+class _WholeTexts(dict[int, str | None]):
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:

@@ -104,13 +104,16 @@ def _cache_for(function: Callable[..., Any]) -> Any:
         return caching.NullCache()
 
 
-inlined: Final = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_OPTIONS: Final = {"nogil": True, "error_model": "numpy"}
+"""A division by zero gives infinity, not an exception, which nobody could catch."""
+
+inlined: Final = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
 """For what only compiled functions call: without wrappers, and cached as a part of those."""
 
 
 def entry(function: Callable[..., Any]) -> Any:
     """A function that Python calls, compiled at its first call; it runs without the GIL."""
-    dispatcher = njit(nogil=True)(function)
+    dispatcher = njit(**_OPTIONS)(function)
     dispatcher._cache = _cache_for(function)
     return dispatcher
 
@@ -138,7 +141,7 @@ class Kernel:
     @cached_property
     def _compiled(self) -> Any:
         signature = (types.int64,) * 3, types.void
-        compiled: Any = CFunc(self._function, signature, locals={}, options={"nogil": True})
+        compiled: Any = CFunc(self._function, signature, locals={}, options=_OPTIONS)
         compiled._cache = _cache_for(self._function)
         compiled.compile()
         return compiled
@@ -278,6 +281,25 @@ class Code:
         self.builder.position_at_end(done)
 
 
+def for_each(builder: Any, count: Any, body: Callable[[Code, Any], None]) -> None:
+    """`body(code, i)` for elements i of range(count), none if it is negative: whole vectors first,
+    with i the first of a vector, then vectors of one."""
+    wide, single = Code(builder), Code(builder, 1)
+    count = builder.select(builder.icmp_signed("<", count, I64(0)), I64(0), count)
+    in_vectors = builder.and_(count, I64(-wide.lanes))
+
+    def several(i: Any, sums: list[Any]) -> list[Any]:
+        body(wide, builder.mul(i, I64(wide.lanes)))
+        return []
+
+    def one(i: Any, sums: list[Any]) -> list[Any]:
+        body(single, builder.add(in_vectors, i))
+        return []
+
+    wide.loop(builder.udiv(in_vectors, I64(wide.lanes)), [], several)
+    single.loop(builder.sub(count, in_vectors), [], one)
+
+
 _EXP2: Final = (1.0, 0.69314718, 0.24022651, 0.055504109, 0.0096181291, 0.0013333558, 0.00015403530)
 """Taylor series of 2^x, right to 1.2e-7 for |x| ≤ 0.5."""
 _ROUNDER: Final = 1.5 * 2.0**23
@@ -382,13 +404,11 @@ def fill_floats(typing: Any, address: Any, count: Any, value: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, count, value = args
-        code = Code(builder)
 
-        def store(i: Any, sums: list[Any]) -> list[Any]:
-            code.store(value, code.at(address, i, 4))
-            return []
+        def store(code: Code, i: Any) -> None:
+            code.store(code.splat(value), code.at(address, i, 4))
 
-        code.loop(count, [], store)
+        for_each(builder, count, store)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32), generate

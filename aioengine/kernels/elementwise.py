@@ -27,7 +27,7 @@ from aioengine.kernels.codegen import (
     kernel,
     pointer,
 )
-from aioengine.kernels.team import Team
+from aioengine.kernels.team import Team, run_job
 
 CHUNK_ELEMENTS: Final = 16384
 _LOG2_E: Final = 1.4426950408889634
@@ -274,7 +274,10 @@ _KERNELS: Final[dict[Any, Any]] = {
 
 
 @entry
-def _begin(
+def _run(
+    control: int,
+    num_helpers: int,
+    kernel_address: int,
     args: int,
     out: int,
     out_bytes: int,
@@ -289,8 +292,8 @@ def _begin(
     num_features: int,
     num_heads: int,
     eps: float,
-) -> int:
-    """Fills the record; how many chunks there are."""
+) -> None:
+    """Fills the record, and does what it says."""
     job = carray(pointer(args), 1, _JOB)[0]
     job.out, job.out_bytes = out, out_bytes
     job.x, job.x_bytes = x, x_bytes
@@ -300,7 +303,8 @@ def _begin(
     job.num_rows, job.num_features, job.num_heads = num_rows, num_features, num_heads
     job.eps = eps
     job.rows_per_chunk = max(1, CHUNK_ELEMENTS // (num_features * num_heads))
-    return (num_rows + job.rows_per_chunk - 1) // job.rows_per_chunk
+    num_chunks = (num_rows + job.rows_per_chunk - 1) // job.rows_per_chunk
+    run_job(control, num_helpers, kernel_address, args, num_chunks)
 
 
 class Elementwise:
@@ -311,11 +315,12 @@ class Elementwise:
     """
 
     def __init__(self, team: Team, kind: Any) -> None:
-        self._team = team
+        self._team = team  # lives as long as its handle is used
         self._size = np.dtype(kind).itemsize
-        self._norm, self._gate, self._rotate = (kernel.address for kernel in _KERNELS[kind])
         self._job = np.zeros(1, _JOB)
-        self._args = self._job.ctypes.data
+        self._norm, self._gate, self._rotate = (
+            (*team.handle, kernel.address, self._job.ctypes.data) for kernel in _KERNELS[kind]
+        )
 
     def rms_norm(
         self,
@@ -330,8 +335,8 @@ class Elementwise:
     ) -> None:
         """[T, D]: `total` = x + y, rounded to the type, and `out` its norm. Without y (0), of x."""
         row = num_features * self._size
-        chunks = _begin(
-            self._args,
+        _run(
+            *self._norm,
             out,
             row,
             x,
@@ -346,22 +351,15 @@ class Elementwise:
             1,
             eps,
         )
-        self._team.run(self._norm, self._args, chunks)
 
     def silu_mul(self, out: int, gate_up: int, num_rows: int, num_features: int) -> None:
         """[T, D] from gate and up side by side, [T, 2·D]."""
         row = num_features * self._size
-        chunks = _begin(
-            self._args, out, row, gate_up, 2 * row, 0, 0, 0, 0, 0, num_rows, num_features, 1, 0.0
-        )
-        self._team.run(self._gate, self._args, chunks)
+        _run(*self._gate, out, row, gate_up, 2 * row, 0, 0, 0, 0, 0, num_rows, num_features, 1, 0.0)
 
     def rotate(
         self, x: int, x_bytes: int, cos: int, sin: int, num_rows: int, num_heads: int, half: int
     ) -> None:
         """In place: [T, M, 2·F] by cosine and sine [T, F], F = `half`."""
         row = half * self._size
-        chunks = _begin(
-            self._args, 0, 0, x, x_bytes, cos, row, sin, row, 0, num_rows, half, num_heads, 0.0
-        )
-        self._team.run(self._rotate, self._args, chunks)
+        _run(*self._rotate, 0, 0, x, x_bytes, cos, row, sin, row, 0, num_rows, half, num_heads, 0.0)

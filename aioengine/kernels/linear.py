@@ -29,7 +29,7 @@ from aioengine.kernels.codegen import (
     load_element,
     pointer,
 )
-from aioengine.kernels.team import Team
+from aioengine.kernels.team import Team, run_job
 from aioengine.kernels.tiles import BLOCK_OUTPUTS, UNIT, multiply_block, round_row, unpack
 
 BLOCK_ROWS: Final = 256
@@ -44,8 +44,11 @@ _JOB: Final = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "x",  # float32 [T, x_bytes]
+            "x",  # float32 in units, [T, x_bytes]
             "x_bytes",
+            "own_x",  # memory for it
+            "raw_x",  # what it is made from, [T, raw_x_bytes]
+            "raw_x_bytes",
             "weight",
             "bias",  # 0 without
             "out",
@@ -57,8 +60,6 @@ _JOB: Final = np.dtype(
             "block_inputs",
             "unpacks",
             "scratch",  # [threads, _SCRATCH_BYTES]
-            "raw_x",  # what `x` is made from, [T, raw_x_bytes]
-            "raw_x_bytes",
         )
     ]
 )
@@ -188,49 +189,58 @@ _KERNELS: Final[dict[Any, Any]] = {
 
 
 @entry
-def _begin(
-    kind: Any,
+def _run(
+    control: int,
+    num_helpers: int,
+    unpack_kernel: int,
+    multiply_kernel: int,
     args: int,
     raw_x: int,
     raw_x_bytes: int,
     weight: int,
     bias: int,
     out: int,
-    out_is_float32: bool,
+    out_size: int,
+    size: int,
     num_rows: int,
     num_inputs: int,
     num_outputs: int,
 ) -> None:
-    """Fills the record; `x` and `scratch` are there."""
+    """Fills the record, which has `own_x` and `scratch`, and does what it says: in one call, as
+    each from Python costs as much as a small product."""
     job = carray(pointer(args), 1, _JOB)[0]
     job.raw_x = raw_x
     job.raw_x_bytes = raw_x_bytes
-    job.x_bytes = _blocks(num_inputs, UNIT) * UNIT * 4
     job.weight = weight
     job.bias = bias
     job.out = out
-    job.out_is_float32 = out_is_float32
-    job.out_bytes = num_outputs * (4 if out_is_float32 else element_bytes(kind))
+    job.out_bytes = num_outputs * out_size
+    job.out_is_float32 = out_size == 4
     job.num_rows = num_rows
     job.num_inputs = num_inputs
     job.num_outputs = num_outputs
     blocks = _blocks(num_inputs, MAX_BLOCK_INPUTS)
     job.block_inputs = _blocks(_blocks(num_inputs, blocks), UNIT) * UNIT
     has_whole_units = num_inputs % UNIT == 0
-    job.unpacks = not has_whole_units or (num_rows >= UNPACKED_ROWS and kind is not FLOAT32)
-    if num_rows <= ROWS_PER_CHUNK:
-        _unpack_rows(kind, args, 0)
+    job.unpacks = not has_whole_units or (num_rows >= UNPACKED_ROWS and size != 4)
+    if has_whole_units and size == 4:
+        job.x, job.x_bytes = raw_x, raw_x_bytes
+    else:
+        job.x, job.x_bytes = job.own_x, _blocks(num_inputs, UNIT) * UNIT * 4
+        run_job(control, num_helpers, unpack_kernel, args, _blocks(num_rows, ROWS_PER_CHUNK))
+    num_chunks = _blocks(num_rows, BLOCK_ROWS) * _blocks(num_outputs, BLOCK_OUTPUTS)
+    run_job(control, num_helpers, multiply_kernel, args, num_chunks)
 
 
 class Linear:
-    """Products on a team's threads, with the memory they need. One product at a time."""
+    """Products of one type on a team's threads, with the memory they need. One at a time."""
 
     def __init__(self, team: Team, kind: Any) -> None:
-        self._team = team
-        self._kind = kind
-        self._unpack, self._multiply = (kernel.address for kernel in _KERNELS[kind])
+        self._team = team  # lives as long as its handle is used
+        self._size = np.dtype(kind).itemsize
         self._job = np.zeros(1, _JOB)
-        self._args = self._job.ctypes.data
+        addresses = (kernel.address for kernel in _KERNELS[kind])
+        self._fixed = (*team.handle, *addresses, self._job.ctypes.data)
         self._scratch, self._job["scratch"] = _aligned(team.num_threads * _SCRATCH_BYTES)
         self._x_bytes = 0
 
@@ -241,34 +251,31 @@ class Linear:
         weight: int,
         bias: int,
         out: int,
-        out_is_float32: bool,
+        out_size: int,
         num_rows: int,
         num_inputs: int,
         num_outputs: int,
     ) -> None:
         """Addresses of x [T, I] with rows `x_bytes` apart, the weight [O, I], the bias [O] or 0,
-        and the result [T, O]. All of this product's type; the result float32 where asked for."""
+        and the result [T, O]. All of this product's type; the result float32 where `out_size`, the
+        bytes of an element, is 4."""
         needed = num_rows * (num_inputs + UNIT) * 4
         if needed > self._x_bytes:
-            self._x, self._job["x"] = _aligned(needed)
+            self._x, self._job["own_x"] = _aligned(needed)
             self._x_bytes = needed
-        _begin(
-            self._kind,
-            self._args,
+        _run(
+            *self._fixed,
             x,
             x_bytes,
             weight,
             bias,
             out,
-            out_is_float32,
+            out_size,
+            self._size,
             num_rows,
             num_inputs,
             num_outputs,
         )
-        if num_rows > ROWS_PER_CHUNK:
-            self._team.run(self._unpack, self._args, -(-num_rows // ROWS_PER_CHUNK))
-        num_chunks = -(-num_rows // BLOCK_ROWS) * -(-num_outputs // BLOCK_OUTPUTS)
-        self._team.run(self._multiply, self._args, num_chunks)
 
 
 def _aligned(num_bytes: int) -> tuple[Any, int]:

@@ -41,11 +41,11 @@ from aioengine.kernels.codegen import (
     bytes_of,
     element_bytes,
     fill_floats,
+    for_each,
     inlined,
     kernel,
     load_element,
     pointer,
-    store_element,
 )
 
 _VECTORS: Final = 4 if (REGISTER_LANES, NUM_REGISTERS) == (4, 32) else 2
@@ -53,6 +53,8 @@ _VECTORS: Final = 4 if (REGISTER_LANES, NUM_REGISTERS) == (4, 32) else 2
 ROWS: Final = (NUM_REGISTERS - _VECTORS - 2) // _VECTORS
 """Two registers are left: the number that is spread, and one for the compiler."""
 COLUMNS: Final = _VECTORS * REGISTER_LANES
+_PACKED: Final = min(COLUMNS, 16)
+"""Elements copied to a panel at a time: what blocks (of 16, 32, … slots) and panels consist of."""
 KEYS: Final = 256
 TILE_ROWS: Final = 96
 
@@ -168,11 +170,11 @@ _add_product: Final = _multiply(has_start=True)
 def _pack(
     typing: Any, kind: Any, source: Any, stride: Any, target: Any, target_stride: Any, count: Any
 ) -> Any:
-    """`count` vectors of elements, `stride` apart, as float32, `target_stride` apart."""
+    """`count` vectors of _PACKED elements, `stride` apart, as float32, `target_stride` apart."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, source, stride, target, target_stride, count = args
-        code, element = Code(builder), IR_TYPES[kind.dtype]
+        code, element = Code(builder, _PACKED), IR_TYPES[kind.dtype]
         step = builder.mul(stride, code.const(bytes_of(element)))
         target_step = builder.mul(target_stride, code.const(4))
 
@@ -185,6 +187,42 @@ def _pack(
         return context.get_dummy_value()
 
     return types.void(kind, *[_INT] * 5), generate
+
+
+@intrinsic
+def _load_scaled(typing: Any, kind: Any, source: Any, count: Any, factor: Any, target: Any) -> Any:
+    """`count` elements, times a factor, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, source, count, factor, target = args
+        element = IR_TYPES[kind.dtype]
+
+        def copy(code: Code, i: Any) -> None:
+            values = code.load_elements(code.at(source, i, bytes_of(element)), element)
+            code.store(builder.fmul(values, code.splat(factor)), code.at(target, i, 4))
+
+        for_each(builder, count, copy)
+        return context.get_dummy_value()
+
+    return types.void(kind, _INT, _INT, types.float32, _INT), generate
+
+
+@intrinsic
+def _store_scaled(typing: Any, kind: Any, source: Any, count: Any, factor: Any, target: Any) -> Any:
+    """The way back."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, source, count, factor, target = args
+        element = IR_TYPES[kind.dtype]
+
+        def copy(code: Code, i: Any) -> None:
+            values = builder.fmul(code.load(code.at(source, i, 4)), code.splat(factor))
+            code.store_elements(values, code.at(target, i, bytes_of(element)), element)
+
+        for_each(builder, count, copy)
+        return context.get_dummy_value()
+
+    return types.void(kind, _INT, _INT, types.float32, _INT), generate
 
 
 @intrinsic
@@ -270,7 +308,7 @@ def _scratch_of(job: Any, num_tokens: int, thread: int) -> _Scratch:
 def _pack_keys(kind: Any, job: Any, kv: int, table: Any, first: int, end: int, panels: int) -> None:
     """Keys [first, end); columns from `end` on are undefined."""
     head_dim, block_size = job.head_dim, job.block_size
-    for key in range(first, end, REGISTER_LANES):
+    for key in range(first, end, _PACKED):
         block, slot = divmod(key, block_size)
         head = (table[block] * job.num_kv + kv) * head_dim * block_size
         source = job.k + (head + slot) * element_bytes(kind)
@@ -290,7 +328,7 @@ def _pack_values(
         block, slot = divmod(key, block_size)
         count = min(block_size - slot, end - key)
         head = ((table[block] * job.num_kv + kv) * block_size + slot) * head_dim
-        for feature in range(0, head_dim, REGISTER_LANES):
+        for feature in range(0, head_dim, _PACKED):
             source = job.v + (head + feature) * element_bytes(kind)
             panel, column = divmod(feature, COLUMNS)
             target = panels + ((panel * KEYS + key - first) * COLUMNS + column) * 4
@@ -304,10 +342,7 @@ def _load_queries(kind: Any, job: Any, kv: int, tile: Any, scratch: Any) -> None
     width, size = job.group * job.head_dim, element_bytes(kind)
     for i in range(tile.num_tokens):
         source = job.q + ((tile.token + i) * job.q_stride + kv * width) * size
-        target = scratch.queries + i * width * 4
-        for j in range(width):
-            value = load_element(kind, source + j * size) * job.scale
-            store_element(FLOAT32, value, target + j * 4)
+        _load_scaled(kind, source, width, job.scale, scratch.queries + i * width * 4)
     done = tile.num_tokens * width
     fill_floats(scratch.queries + done * 4, scratch.num_rows * job.head_dim - done, 0.0)
 
@@ -320,9 +355,7 @@ def _store_outputs(kind: Any, job: Any, kv: int, tile: Any, scratch: Any) -> Non
         place = (((tile.token + token) * job.num_kv + kv) * group + head) * head_dim
         sums = scratch.sums + row * scratch.num_features * 4
         inverse = np.float32(1.0) / load_element(FLOAT32, scratch.states + (2 * row + 1) * 4)
-        for i in range(head_dim):
-            value = load_element(FLOAT32, sums + i * 4) * inverse
-            store_element(kind, value, job.out + (place + i) * size)
+        _store_scaled(kind, sums, head_dim, inverse, job.out + place * size)
 
 
 @inlined

@@ -145,6 +145,15 @@ def _run_alone(kernel: int, args: int, num_chunks: int) -> None:
 
 
 @inlined
+def run_job(control: int, num_helpers: int, kernel: int, args: int, num_chunks: int) -> None:
+    """`Team.run` for compiled functions, which get `Team.handle`."""
+    if num_helpers and num_chunks > 1:
+        _run(control, num_helpers, kernel, args, num_chunks)
+    else:
+        _run_alone(kernel, args, num_chunks)
+
+
+@inlined
 def _sleep(control: int, line: int) -> None:
     """Until woken. Returns at once when there is something to do."""
     exchange(line + _SLEEPING, 1)
@@ -225,6 +234,11 @@ class Team:
             _run(self._control, self._num_helpers, kernel, args, num_chunks)
         else:
             _run_alone(kernel, args, num_chunks)
+
+    @property
+    def handle(self) -> tuple[int, int]:
+        """The first arguments of `run_job`, good as long as the team lives."""
+        return self._control, self._num_helpers
 
     def wake(self) -> None:
         """To be called when work is about to come: to wake up takes longer than a kernel."""

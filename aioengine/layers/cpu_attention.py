@@ -30,9 +30,10 @@ _PREFILL: Final = {
     torch.bfloat16: prefill.attend_bfloat16,
     torch.float16: prefill.attend_float16,
 }
-"""For every type, also where the processor has instructions for bfloat16: float32 vectors of 16
-have half their rate, of which torch's SDPA reaches a quarter on such processors, over keys and
-values that have to be gathered first."""
+"""For every type and processor. With instructions for bfloat16 torch's SDPA reaches 70 to 83
+GFLOP/s a thread (Zen 5, 2,048 tokens): a fifth of what they can do and less than float32 vectors of
+16 can, and its keys and values have to be gathered first. These kernels are not measured there yet.
+"""
 _LINE_BYTES: Final = 64
 _LOG2_E: Final = 1.4426950408889634
 
@@ -57,21 +58,25 @@ class CpuThreads:
 
 
 class _Job:
-    """A kernel's record of arguments. The first fields are addresses that differ per layer."""
+    """A kernel and its record of arguments. The first fields are addresses that differ per layer;
+    setting them is most of what a small job costs, hence the memoryview."""
 
-    def __init__(self, kind: np.dtype[Any]) -> None:
+    def __init__(self, kernel: Kernel, kind: np.dtype[Any], num_chunks: int) -> None:
+        self._kernel = kernel.address
         self._record = np.zeros(1, kind)
-        self._words = self._record.view(np.int64)
-        self.address = self._words.ctypes.data
-        self.num_chunks = 0
+        words: Any = self._record.view(np.int64)
+        self._words = memoryview(words)
+        self._args = self._record.ctypes.data
+        self._num_chunks = num_chunks
 
     def set(self, **fields: float) -> None:
         for name, value in fields.items():
             self._record[name] = value
 
-    def run(self, team: Team, kernel: Kernel, *tensors: Tensor) -> None:
-        self._words[: len(tensors)] = [tensor.data_ptr() for tensor in tensors]
-        team.run(kernel.address, self.address, self.num_chunks)
+    def run(self, team: Team, *tensors: Tensor) -> None:
+        for i, tensor in enumerate(tensors):
+            self._words[i] = tensor.data_ptr()
+        team.run(self._kernel, self._args, self._num_chunks)
 
 
 class CpuAttention:
@@ -86,15 +91,16 @@ class CpuAttention:
         self._inputs = inputs
         self._threads = threads
         self._store: _Job | None = None
-        self._jobs: list[tuple[dict[torch.dtype, Kernel], _Job]] | None = None
+        self._jobs: list[_Job] | None = None
+        self._out_TNH: Tensor
         self._tiles = np.empty(0, prefill.TILE)
 
     def write_kv(self, cache: LayerCache, k_TKH: Tensor, v_TKH: Tensor) -> None:
         num_tokens, num_kv, head_dim = k_TKH.shape
         assert k_TKH.stride()[1:] == v_TKH.stride()[1:] == (head_dim, 1)
         if self._store is None:
-            self._store = _Job(decode.STORE)
-            self._store.num_chunks = -(-num_tokens // decode.STORED_TOKENS)
+            num_chunks = -(-num_tokens // decode.STORED_TOKENS)
+            self._store = _Job(_STORE[k_TKH.element_size()], decode.STORE, num_chunks)
             self._store.set(
                 k_stride=k_TKH.stride(0),
                 v_stride=v_TKH.stride(0),
@@ -104,31 +110,38 @@ class CpuAttention:
                 head_dim=head_dim,
                 block_size=self._inputs.block_size,
             )
-        kernel = _STORE[k_TKH.element_size()]
-        self._store.run(self._threads.team, kernel, k_TKH, v_TKH, cache.k, cache.v)
+        self._store.run(self._threads.team, k_TKH, v_TKH, cache.k, cache.v)
 
     def attend(self, cache: LayerCache, q_TNH: Tensor) -> Tensor:
-        if self._jobs is None:  # one for all layers of the step, which are alike
+        if self._jobs is None:  # for all layers of the step, which are alike
+            self._out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
             self._jobs = self._make_jobs(q_TNH, cache.k.shape[1])
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
-        for kernels, job in self._jobs:
-            job.run(self._threads.team, kernels[q_TNH.dtype], q_TNH, cache.k, cache.v, out_TNH)
-        return out_TNH
+        for job in self._jobs:
+            job.run(self._threads.team, q_TNH, cache.k, cache.v)
+        return self._out_TNH
 
-    def _make_jobs(
-        self, q_TNH: Tensor, num_kv: int
-    ) -> list[tuple[dict[torch.dtype, Kernel], _Job]]:
+    def _make_jobs(self, q_TNH: Tensor, num_kv: int) -> list[_Job]:
         num_heads, head_dim = q_TNH.shape[1:]
         assert q_TNH.stride()[1:] == (head_dim, 1)
         assert self._inputs.block_table_RB.stride(1) == 1
         inputs, group = self._inputs, num_heads // num_kv
-        decodes, prefills = _Job(decode.ATTEND), _Job(prefill.JOB)
         longest = max(inputs.context_lens[: inputs.num_decodes], default=0)
         room = decode.scratch_room(longest, head_dim)
         floats = prefill.scratch_floats(group, head_dim)
         scratch = self._threads.scratch(max(3 * decode.MAX_HEADS * room, floats))
-        for job in (decodes, prefills):
+        self._tiles = _tiles(inputs, prefill.tokens_of_tile(group))
+        jobs = []
+        if inputs.num_decodes:
+            job = _Job(_DECODE[q_TNH.dtype], decode.ATTEND, inputs.num_decodes * num_kv)
+            job.set(lengths=inputs.context_lens_R.data_ptr(), room=room)
+            jobs.append(job)
+        if len(self._tiles):
+            job = _Job(_PREFILL[q_TNH.dtype], prefill.JOB, len(self._tiles) * num_kv)
+            job.set(tiles=self._tiles.ctypes.data, scratch_floats=floats)
+            jobs.append(job)
+        for job in jobs:
             job.set(
+                out=self._out_TNH.data_ptr(),
                 q_stride=q_TNH.stride(0),
                 tables=inputs.block_table_RB.data_ptr(),
                 table_stride=inputs.block_table_RB.stride(0),
@@ -139,13 +152,7 @@ class CpuAttention:
                 scratch=scratch,
                 scale=head_dim**-0.5 * _LOG2_E,
             )
-        decodes.set(lengths=inputs.context_lens_R.data_ptr(), room=room)
-        decodes.num_chunks = inputs.num_decodes * num_kv
-        self._tiles = _tiles(inputs, prefill.tokens_of_tile(group))
-        prefills.set(tiles=self._tiles.ctypes.data, scratch_floats=floats)
-        prefills.num_chunks = len(self._tiles) * num_kv
-        jobs = [(_DECODE, decodes), (_PREFILL, prefills)]
-        return [(kernels, job) for kernels, job in jobs if job.num_chunks]
+        return jobs
 
 
 def _tiles(inputs: PagedInputs, most: int) -> np.ndarray[Any, Any]:

@@ -87,14 +87,14 @@ class CpuBackend:
     ) -> Tensor:
         (num_rows, num_inputs), num_outputs = x_TI.shape, weight_OI.shape[0]
         x_TI = x_TI.contiguous()
-        out_TO = torch.empty((num_rows, num_outputs), dtype=dtype)
+        out_TO = x_TI.new_empty(num_rows, num_outputs, dtype=dtype)
         self._product(
             x_TI.data_ptr(),
             num_inputs * self._size,
             weight_OI.data_ptr(),
             0 if bias_O is None else bias_O.data_ptr(),
             out_TO.data_ptr(),
-            dtype == torch.float32,
+            dtype.itemsize,
             num_rows,
             num_inputs,
             num_outputs,
@@ -103,7 +103,7 @@ class CpuBackend:
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         x_TD = x_TD.contiguous()
-        out_TD = torch.empty(x_TD.shape, dtype=self._dtype)
+        out_TD = torch.empty_like(x_TD)
         self._elementwise.rms_norm(
             out_TD.data_ptr(),
             x_TD.data_ptr(),
@@ -120,8 +120,8 @@ class CpuBackend:
         self, x_TD: Tensor, y_TD: Tensor, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         x_TD, y_TD = x_TD.contiguous(), y_TD.contiguous()
-        sum_TD = torch.empty(x_TD.shape, dtype=self._dtype)
-        out_TD = torch.empty(x_TD.shape, dtype=self._dtype)
+        sum_TD = torch.empty_like(x_TD)
+        out_TD = torch.empty_like(x_TD)
         self._elementwise.rms_norm(
             out_TD.data_ptr(),
             x_TD.data_ptr(),
@@ -137,7 +137,7 @@ class CpuBackend:
     def silu_mul(self, gate_up_T2O: Tensor) -> Tensor:
         num_rows, num_columns = gate_up_T2O.shape
         gate_up_T2O = gate_up_T2O.contiguous()
-        out_TO = torch.empty((num_rows, num_columns // 2), dtype=self._dtype)
+        out_TO = gate_up_T2O.new_empty(num_rows, num_columns // 2)
         self._elementwise.silu_mul(
             out_TO.data_ptr(), gate_up_T2O.data_ptr(), num_rows, num_columns // 2
         )

@@ -48,7 +48,8 @@ class Attention(Protocol):
         """Store the step's keys and values."""
 
     def attend(self, cache: LayerCache, q_TNH: Tensor) -> Tensor:
-        """[T, N, H]: each token over its row's cache up to and including itself."""
+        """[T, N, H]: each token over its row's cache up to and including itself. May be overwritten
+        by the next call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,10 @@ from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.tracer import Tracer
 from aioengine.messages import DrainRequested, RankInfo
 from aioengine.model_config import ModelConfig
+from aioengine.rank.garbage import settle_collector
 from aioengine.rank.joining import Links, join_launch
 from aioengine.rank.place import Place
+from aioengine.rank.recording import StepRecorder
 from aioengine.rank.roles import new_engine, new_front_end, new_watch
 from aioengine.rank.serving import HttpService
 from aioengine.rank.tracing import TraceSubject
@@ -139,8 +141,12 @@ class Rank:
         self._engine = new_engine(place, self._model, self._source, links, watch, device)
         subject = TraceSubject(self._engine, watch, device)
         loop = asyncio.get_running_loop()
-        trace.start(loop, links.key, place.front_end_ranks, subject.describe)
-        failure = await self._engine.run()
+        steps = StepRecorder(loop, self._engine, watch, device)
+        trace.start(loop, links.key, place.front_end_ranks, subject.describe, steps)
+        async with asyncio.TaskGroup() as tasks:
+            settling = tasks.create_task(_settle_when_ready(self._engine), name="collector")
+            failure = await self._engine.run()
+            settling.cancel()
         if failure is not None:
             is_own = failure.rank == place.rank
             self.say_first_failure(failure.cause, is_own=is_own)
@@ -161,3 +167,8 @@ class Rank:
         if not self._engine.is_ready:
             return EXIT_STARTUP
         return EXIT_OWN_FAILURE if is_own else EXIT_LOST_PEER
+
+
+async def _settle_when_ready(engine: Leader | Peer) -> None:
+    await engine.ready.wait()
+    settle_collector()

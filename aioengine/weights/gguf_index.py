@@ -8,7 +8,6 @@ from typing import Final
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from aioengine.checkpoint.gguf_metadata import model_config_from_gguf
 from aioengine.checkpoint.gguf_model import GGUFModel
 from aioengine.errors import StartupError
 from aioengine.layers.quantized_format import GROUP, Format, Groups
+from aioengine.weights.gguf_blocks import unpack_rows
 from aioengine.weights.gguf_groups import formats_of, groups_of
 
 PLAIN_DTYPES: Final = {
@@ -136,7 +136,7 @@ class GGUFIndex:
         if tensor.type in PLAIN_DTYPES:
             return torch.from_numpy(packed).view(PLAIN_DTYPES[tensor.type])
         try:
-            values = dequantize(packed, tensor.type)
+            values = unpack_rows(packed, tensor.type)
         except NotImplementedError as error:
             raise StartupError(
                 f"{self._file.file(tensor.name)}: tensor {tensor.name}: {error}"

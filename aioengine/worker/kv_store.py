@@ -1,10 +1,10 @@
 """The KV cache of one rank: the tensors of its layers."""
 
 import math
+import mmap
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
 
 from aioengine.layers.attention import AttentionBackend
@@ -63,11 +63,11 @@ class KVShape:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On CPU from calloc(3), whose pages come when they are first written: torch.zeros touches
-    gigabytes at start-up, which takes seconds. Behind the tensor there is room for kernels that
-    read whole vectors."""
+    """On CPU mapped from the kernel, whose pages come when they are first written: torch.zeros
+    touches gigabytes at start-up, which takes seconds, and so does calloc(3) where it hands out
+    what was freed before. Behind the tensor there is room for kernels that read whole vectors."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    room = np.zeros(num_bytes + MAX_VECTOR_BYTES, np.uint8)
-    return torch.from_numpy(room)[:num_bytes].view(dtype).view(shape)
+    room = mmap.mmap(-1, num_bytes + MAX_VECTOR_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(room, dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)

@@ -40,6 +40,8 @@ class LogitRules:
         self._biases: dict[int, Entries] = {}
         self._withheld: dict[int, Entries] = {}
         """What may not be drawn yet."""
+        self._has_rules = np.zeros(num_slots, np.bool_)
+        """Whether anything is ever done to the logits of the slot's tenant."""
         self._withheld_until = np.zeros(num_slots, np.int64)
         """Position from which on everything may be drawn."""
 
@@ -47,12 +49,16 @@ class LogitRules:
         """Take what a plan says, before its logits come."""
         for new in plan.new_slots:
             self._enter(new)
+        if not self._counts.is_open:
+            return
         self._counts.add((part.slot, 0, part.token_ids) for part in plan.history)
         self._counts.add((step.slot, step.start, step.token_ids) for step in plan.steps)
 
     def process(self, logits_RV: Tensor, batch: SamplingBatch) -> Tensor:
         """The logits that tokens are drawn from; the same tensor if no row has a rule."""
-        slots = batch.slots
+        slots = batch.rows.slots
+        if not self._has_rules[slots].any():
+            return logits_RV
         is_counted = self._counts.has(slots)
         is_withheld = batch.positions < self._withheld_until[slots]
         is_biased = np.array([slot in self._biases for slot in slots.tolist()], np.bool_)
@@ -74,10 +80,13 @@ class LogitRules:
 
     def record(self, batch: SamplingBatch, ids_R: Tensor) -> None:
         """Count what was drawn."""
-        counted = np.flatnonzero(self._counts.has(batch.slots))
+        if not self._counts.is_open:
+            return
+        slots = batch.rows.slots
+        counted = np.flatnonzero(self._counts.has(slots))
         if len(counted):
             ids_M = ids_R.index_select(0, send(counted, ids_R.device))
-            self._counts.record(batch.slots[counted], batch.positions[counted], ids_M)
+            self._counts.record(slots[counted], batch.positions[counted], ids_M)
 
     def _enter(self, new: NewSlot) -> None:
         slot, params = new.slot, new.params
@@ -102,6 +111,9 @@ class LogitRules:
             )
         else:
             self._counts.close(slot)
+        self._has_rules[slot] = (
+            slot in self._biases or slot in self._withheld or _has_penalties(params)
+        )
 
 
 def penalise(

@@ -5,10 +5,14 @@ Shapes: N rows · V vocabulary · K best tokens, as many as the row that wants m
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor
 
 from aioengine.messages import TokenLogprobs
+
+TABLE_TENSORS: Final = 4
+"""Of one TokenTable."""
 
 
 @dataclass(frozen=True, slots=True)

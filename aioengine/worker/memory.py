@@ -1,5 +1,6 @@
 """How much memory is free, what it must hold, and how many KV blocks that makes."""
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,3 +157,11 @@ def _cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
                     pages = int(dict(line.split() for line in stat)[droppable])
                     used = int((directory / usage).read_text())
                     yield max(0, int(text) - used + pages)
+
+
+def give_back_freed() -> None:
+    """Return to the system what was freed on the heap: a load leaves there as much as it took for
+    its largest tensors. Does nothing where the C library has no such call."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

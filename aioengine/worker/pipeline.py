@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aioengine.dist.groups import GroupCoordinator, Transfer
+from aioengine.timeline.probe import Kind, Probe
 
 
 class _Sends:
@@ -45,9 +46,10 @@ class StageLink:
         max_plans_in_flight: int,
     ) -> None:
         self._pp = pp
-        self._receives = pp.rank_in_group > 0
+        self.receives = pp.rank_in_group > 0
+        """Not on the first stage."""
         self._buffers = torch.empty(
-            (max_plans_in_flight + 1 if self._receives else 0, max_num_batched_tokens, hidden_size),
+            (max_plans_in_flight + 1 if self.receives else 0, max_num_batched_tokens, hidden_size),
             dtype=dtype,
             device=pp.device,
         )
@@ -57,7 +59,7 @@ class StageLink:
 
     def prepare(self, seq: int, num_tokens: int) -> None:
         """Post the receive for a plan, in plan order; at most `max_plans_in_flight` wait."""
-        if not self._receives:
+        if not self.receives:
             return
         assert len(self._posted) < len(self._buffers), "more plans in flight than announced"
         buffer = self._buffers[self._num_posted % len(self._buffers), :num_tokens]
@@ -66,7 +68,7 @@ class StageLink:
 
     def receive(self, seq: int) -> Tensor | None:
         """The hidden states of plan `seq`, valid until the next `receive`; None on stage 0."""
-        if not self._receives:
+        if not self.receives:
             return None
         posted_seq, transfer = self._posted.popleft()
         assert posted_seq == seq, f"receive for job {posted_seq} is next, not for {seq}"
@@ -75,6 +77,15 @@ class StageLink:
     def send(self, hidden_TD: Tensor) -> None:
         """To the next stage; the tensor must not be written to any more."""
         self._sends.add(self._pp.isend(hidden_TD.contiguous(), self._pp.rank_in_group + 1))
+
+    def probes(self) -> list[Probe]:
+        if not self.receives:
+            return [Probe(self, "send", Kind.SEND)]
+        return [
+            Probe(self, "prepare", Kind.POST_RECEIVE),
+            Probe(self, "receive", Kind.RECEIVE),
+            Probe(self, "send", Kind.SEND),
+        ]
 
     def close(self) -> None:
         self._sends.finish()

@@ -24,18 +24,20 @@ from aioengine.dist.worlds import (
 )
 from aioengine.errors import StartupError
 from aioengine.layers.attention import attention_backend
+from aioengine.layers.probes import layer_probes
 from aioengine.layers.team import Team, open_team
 from aioengine.layout import ParallelLayout
 from aioengine.messages import RemoteCall, Sampled, StepPlan, StepResult
 from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
 from aioengine.rpc import rpc_method, run_method
+from aioengine.timeline.probe import Kind, Probe
 from aioengine.worker.batch import BatchBuilder, Role, StepInputs
 from aioengine.worker.device import check_dtype, device_id, select_device, set_cpu_threads
 from aioengine.worker.kv_store import KVShape
 from aioengine.worker.loading import StagePlan, describe_formats, load_stage, with_formats
 from aioengine.worker.logit_rules import LogitRules
-from aioengine.worker.memory import Memory, num_kv_blocks
+from aioengine.worker.memory import Memory, give_back_freed, num_kv_blocks
 from aioengine.worker.pipeline import Feedback, StageLink
 from aioengine.worker.prompt_logprobs import describe_prompts
 from aioengine.worker.sampler import Sampler, SamplingBatch
@@ -131,10 +133,11 @@ class Worker:
         with self.activity.within(method):
             return CALLS[method](self, **kwargs)
 
-    @torch.inference_mode()
     def prepare(self, seq: int, plan: StepPlan) -> None:
         """Post the receive for a plan that has arrived, in plan order."""
-        self._link.prepare(seq, plan.num_tokens)
+        if self._link.receives:
+            with torch.inference_mode():
+                self._link.prepare(seq, plan.num_tokens)
 
     @torch.inference_mode()
     def execute(self, seq: int, plan: StepPlan) -> StepResult | None:
@@ -155,6 +158,26 @@ class Worker:
                 self._groups.tp.enter_job(seq)
             return run_method(call, self, self.rank - self._layout.leader_of(self.rank))
 
+    def probes(self) -> list[Probe]:
+        """What of a step can be timed, once the replica is ready."""
+        assert self._groups is not None
+        probes = [
+            Probe(self, "execute", Kind.STEP),
+            Probe(self, "call", Kind.OTHER_JOB),
+            Probe(self, "remote", Kind.OTHER_JOB),
+            Probe(self, "_last_ids", Kind.RECEIVE_IDS),
+            Probe(self, "_sample", Kind.SAMPLE),
+            Probe(self.stage, "forward", Kind.LAYERS),
+            Probe(self.stage, "compute_logits", Kind.LOGITS),
+            *layer_probes(self.stage),
+            *self._builder.probes(),
+            *self._link.probes(),
+            *self._groups.tp.probes(),
+        ]
+        if self._feedback is not None:
+            probes.append(Probe(self._feedback, "publish", Kind.SEND_IDS))
+        return probes
+
     # --- start-up and end
 
     @device_call
@@ -164,7 +187,10 @@ class Worker:
         check_dtype(self.dtype, self.device)
         self._memory = Memory.measure(self.device, self._local_world_size)
         num_threads = set_cpu_threads(
-            self._config.cpu_threads, self._omp_num_threads, self._local_world_size
+            self._config.cpu_threads,
+            self._omp_num_threads,
+            self._local_rank,
+            self._local_world_size,
         )
         if self.device.type == "cpu":
             self._team = open_team(num_threads)
@@ -213,6 +239,7 @@ class Worker:
         plan = self._with_formats(plan)
         self._memory.check_weights(plan.num_bytes, self.dtype)
         self.stage = load_stage(plan, self._source, self.device, speaks=self.rank == 0)
+        give_back_freed()
 
     @device_call
     def num_kv_blocks(self) -> int:
@@ -335,6 +362,7 @@ class Worker:
             block_size=self._config.block_size,
             device=self.device,
             attention=attention.begin,
+            num_microbatches=self._config.pipeline_parallel_size,
         )
         self._rules = LogitRules(self._config.num_slots, self._cfg.vocab_size, self.device)
 
@@ -381,7 +409,8 @@ class Worker:
         if is_output:
             self._rules.observe(plan)
         if len(inputs.sampled_slots_S):
-            hidden_SD = hidden_TD.index_select(0, inputs.sample_rows_S)
+            rows_S = inputs.sample_rows_S
+            hidden_SD = hidden_TD if rows_S is None else hidden_TD.index_select(0, rows_S)
             logits_SV = self.stage.compute_logits(hidden_SD)
             if inputs.sampling is not None:
                 sampled = self._sample(plan, inputs, inputs.sampling, logits_SV)

@@ -40,6 +40,11 @@ class TokenCounts:
         """Rows that memory is held for."""
         return len(self._prompt_PV)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether any slot is counted."""
+        return len(self._free_rows) < self.num_rows
+
     def has(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         return self._rows[slots] >= 0
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from aioengine.cli.bench_collectives import Plan, Row, print_json, print_table
+from aioengine.bench.collectives import Plan, Row, print_json, print_table
 from aioengine.cli.main import main
 
 COMMAND = ["bench", "collectives"]

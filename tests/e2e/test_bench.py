@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from support.launching import STORIES, Launch
 
-from aioengine.cli.bench_offline import engine_config
-from aioengine.cli.bench_roofline import configure, measure_engine, read_model
-from aioengine.cli.bench_roofline_machine import measure_machine
-from aioengine.cli.bench_roofline_report import Report, print_report, to_json
-from aioengine.cli.bench_roofline_work import judge
+from aioengine.bench.offline import engine_config
+from aioengine.bench.roofline import configure, measure_engine, read_model
+from aioengine.bench.roofline_machine import measure_machine
+from aioengine.bench.roofline_report import Report, print_report, to_json
+from aioengine.bench.roofline_work import judge
 from aioengine.cli.main import main
 from aioengine.flags import CommandParser
 

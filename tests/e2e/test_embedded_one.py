@@ -78,6 +78,13 @@ async def test_what_it_generates_and_what_is_refused() -> None:
     assert not engine_threads()
 
 
+async def test_the_programs_garbage_collector_is_left_alone() -> None:
+    before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
+    async with running() as engine, engine.active():
+        await engine.generate("Once", GREEDY).collect()
+        assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()) == before
+
+
 async def test_use_before_entering_and_entering_twice_are_refused() -> None:
     engine = AsyncEngine(EngineConfig(model=str(STORIES), cpu_threads=1))
     for use in (lambda: engine.rank, lambda: engine.generate([1]), lambda: engine.across_replicas):

@@ -205,3 +205,34 @@ async def test_a_client_that_leaves_a_stream_aborts_its_requests(path: str) -> N
             response.close()
         assert set(await server.leader.aborted(2)) == {first.request_id, second.request_id}
         assert server.front_end.num_live == 0
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_text_arrives_as_it_was_written(path: str) -> None:
+    """Events between the first and the last are made from a template."""
+    texts = ["plain ", '"quoted" \\ ', "\n\ndata: x\n\n", "é日😀", "\0\x1f\u2028", "end"]
+    async with serving() as server:
+        events = (await streamed(server, path, {}, *texts)).events
+        found = [
+            c["delta"].get("content", "") if "delta" in c else c["text"] for c in choices(events)
+        ]
+        assert "".join(found) == "".join(texts)
+        shapes = {tuple(choice) for choice in choices(events)[1:]}
+        assert len(shapes) == 1  # all have the same fields
+        assert {event["id"] for event in events} == {events[0]["id"]}
+
+
+async def test_a_client_of_http_1_0_gets_a_stream_without_chunks() -> None:
+    async with serving() as server, asyncio.TaskGroup() as tasks:
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b'{"prompt": "hello", "stream": true}'
+        head = f"POST {COMPLETIONS} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        answer = tasks.create_task(reader.read())
+        await server.play("he", "llo")
+        head, _, events = (await answer).decode().partition("\r\n\r\n")
+        writer.close()
+        assert "transfer-encoding" not in head.lower()
+        assert all(line.startswith("data: ") for line in events.split("\n\n")[:-1])
+        assert events.endswith("data: [DONE]\n\n")

@@ -23,10 +23,10 @@ from support.scripted_server import (
     usage,
 )
 
-from aioengine.cli.bench_events import Record
-from aioengine.cli.bench_serve import configure, measure, read_plan
-from aioengine.cli.bench_serve_report import print_comparison, print_summary, to_json
-from aioengine.cli.bench_stats import Round, summarize
+from aioengine.bench.events import Record
+from aioengine.bench.serve import configure, measure, read_plan
+from aioengine.bench.serve_report import print_comparison, print_summary, to_json
+from aioengine.bench.stats import Round, summarize
 from aioengine.cli.main import main
 from aioengine.errors import EngineError
 from aioengine.flags import CommandParser
@@ -356,7 +356,7 @@ def test_a_wrong_line_is_refused(
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_plots(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from_bench = pytest.importorskip("aioengine.cli.bench_plot")
+    from_bench = pytest.importorskip("aioengine.bench.plot")
     streamed = Record(2, 0.0, 0.3, token_s=[0.1, 0.3], num_output_tokens=2)
     whole = Record(2, 0.0, 0.3, num_output_tokens=2)
     rounds = [[Round([streamed, whole], 0.3, 0.1)], [Round([], 0.1, 0.1)]]

@@ -174,7 +174,7 @@ def member_at(rank: int, endpoint: Endpoint) -> Member:
 # --- over HTTP -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/trace/state", "/trace/stacks"])
+@pytest.mark.parametrize("path", ["/trace/state", "/trace/stacks", "/trace/steps"])
 async def test_only_the_admin_key_opens(path: str) -> None:
     async with serving(api_key="other") as served:
         refused = await served.get(path, headers={"Authorization": "Bearer other"})

@@ -8,6 +8,7 @@ from typing import Any
 from aioengine.activity import Activity
 from aioengine.messages import PREV, RemoteCall, Sampled, StepPlan, StepResult
 from aioengine.rpc import run_method
+from aioengine.timeline.probe import Kind, Probe
 
 VOCAB_SIZE = 97
 LIMIT_S = 5.0
@@ -49,6 +50,9 @@ class FakeWorker:
         self._loop = asyncio.get_running_loop()
         self._slots: dict[int, tuple[int, int | None]] = {}
         """Epoch and the id sampled last, by slot."""
+
+    def probes(self) -> list[Probe]:
+        return [Probe(self, "execute", Kind.STEP), Probe(self, "prepare", Kind.POST_RECEIVE)]
 
     def prepare(self, seq: int, plan: StepPlan) -> None:
         self.prepared.add(seq)

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from support.replicas import MODEL
 
-from aioengine.cli.bench_roofline_machine import Bandwidth, Machine, MatmulRate
-from aioengine.cli.bench_roofline_work import (
+from aioengine.bench.roofline_machine import Bandwidth, Machine, MatmulRate
+from aioengine.bench.roofline_work import (
     Limits,
     Model,
     Phase,
@@ -16,7 +16,7 @@ from aioengine.cli.bench_roofline_work import (
     layer_linears,
     step_work,
 )
-from aioengine.cli.bench_steps import Step, full_decodes
+from aioengine.bench.step_work import Step, full_decodes
 from aioengine.messages import SlotStep, StepPlan
 
 SMOLLM2 = msgspec.structs.replace(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from aioengine.cli.bench_events import Record
-from aioengine.cli.bench_load import Span
-from aioengine.cli.bench_stats import Distribution, Round, compare, summarize
+from aioengine.bench.events import Record
+from aioengine.bench.load import Span
+from aioengine.bench.stats import Distribution, Round, compare, summarize
 
 
 def record(*token_s: float, sent_s: float = 0.0, **fields: object) -> Record:

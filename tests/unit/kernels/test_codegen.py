@@ -1,15 +1,19 @@
-"""Machine code from the cache is never that of other sources; registers are the processor's."""
+"""Machine code from the cache is never that of other sources; pieces of code do what they say."""
 
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from numba import types
+from numba.extending import intrinsic
 
 from aioengine import kernels
-from aioengine.kernels.codegen import registers_of
+from aioengine.kernels.codegen import Code, entry, for_each, registers_of
 
 CALLED = """
 from aioengine.kernels.codegen import inlined
@@ -87,3 +91,45 @@ def test_without_a_place_for_the_cache_everything_is_compiled(package: Path) -> 
 )
 def test_registers(machine: str, features: str, registers: tuple[int, int]) -> None:
     assert registers_of(machine, features) == registers
+
+
+@intrinsic
+def powers_of_two(typing: Any, source: Any, count: Any, target: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, count, target = args
+
+        def power(code: Code, i: Any) -> None:
+            code.store(code.exp2(code.load(code.at(source, i, 4))), code.at(target, i, 4))
+
+        for_each(builder, count, power)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+@entry
+def run_powers_of_two(source: int, count: int, target: int) -> None:
+    powers_of_two(source, count, target)
+
+
+def test_powers_of_two() -> None:
+    """Of any number of elements: whole vectors and what is left."""
+    exponents = np.linspace(-126, 127, 1001).astype(np.float32)
+    for count in (-3, 0, 1, 15, 16, 17, 1001):
+        powers = np.full(1001, 3.0, np.float32)
+        run_powers_of_two(exponents.ctypes.data, count, powers.ctypes.data)
+        done = max(count, 0)
+        np.testing.assert_allclose(powers[:done], np.exp2(exponents[:done]), rtol=2e-7)
+        assert (powers[done:] == 3).all()
+    tiny = np.array([-126.5, -1000.0, -np.inf], np.float32)
+    run_powers_of_two(tiny.ctypes.data, 3, tiny.ctypes.data)
+    assert (tiny == 0).all()
+
+
+@entry
+def quotient(a: float, b: float) -> float:
+    return a / b
+
+
+def test_a_division_by_zero_is_no_exception() -> None:
+    assert quotient(1.0, 0.0) == np.inf

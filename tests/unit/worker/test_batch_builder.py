@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aioengine.layers.forward_batch import PagedInputs
 from aioengine.messages import PREV, SlotParams, StepPlan
+from aioengine.worker import decode_rows
 from aioengine.worker.batch import BatchBuilder, Role
 
 BLOCK_SIZE = 4
@@ -23,7 +24,7 @@ class RecordedAttention:
     inputs: PagedInputs
 
 
-def builder_with(role: Role = ALL_ROLES) -> BatchBuilder:
+def builder_with(role: Role = ALL_ROLES, num_microbatches: int = 1) -> BatchBuilder:
     return BatchBuilder(
         role,
         {},
@@ -33,6 +34,7 @@ def builder_with(role: Role = ALL_ROLES) -> BatchBuilder:
         block_size=BLOCK_SIZE,
         device=torch.device("cpu"),
         attention=RecordedAttention,  # type: ignore[arg-type]  # nothing is computed
+        num_microbatches=num_microbatches,
     )
 
 
@@ -65,7 +67,7 @@ def test_rows_of_one_token_come_first() -> None:
     assert paged.query_lens == (1, 3)
     assert paged.num_decodes == 1
     assert inputs.sample_rows_S.tolist() == [0, 3]
-    assert inputs.sampled_slots_S.tolist() == inputs.sampling.slots.tolist() == [0, 2]
+    assert inputs.sampled_slots_S.tolist() == inputs.sampling.rows.slots.tolist() == [0, 2]
     assert inputs.sampling.positions.tolist() == [6, 3]
 
 
@@ -97,7 +99,7 @@ def test_ranks_build_only_what_they_need() -> None:
     inputs = builder.build(StepPlan((), (one.step(),)), unused)
     assert inputs.forward.token_ids_T is None
     assert inputs.sampling is None
-    assert inputs.sample_rows_S.tolist() == [0]
+    assert inputs.sample_rows_S is None, "every row draws"
 
 
 def test_sampling_parameters_follow_the_slots() -> None:
@@ -109,6 +111,67 @@ def test_sampling_parameters_follow_the_slots() -> None:
         (requests[0].step([1], sample=False), requests[1].step([2])),
     )
     sampling = builder.build(plan, unused).sampling
-    assert sampling.epochs.tolist() == [1]
-    (row,) = sampling.params.tolist()
+    assert sampling.rows.epochs.tolist() == [1]
+    (row,) = sampling.rows.params.tolist()
     assert row == pytest.approx((0.5, 7, 0.9, 0.1, 2**63 - 1, 3, 4))
+
+
+GROUPS = {
+    "the same rows": [(0, 1, 2)] * 14,
+    "rows that come and go": [(0, 1), (0, 1), (0, 1, 2), (1, 2), (0, 1, 2), (0, 1), (0, 1)] * 2,
+    "rows in another order": [(0, 1), (1, 0), (0, 1), (2, 0, 1)] * 3,
+    "turns": [(0,), (1, 2)] * 8,
+    "turns of rows that move": [(0,), (1, 2), (0, 1), (2,), (0,), (1, 2), (1, 2), (0,)],
+}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_decode_steps_that_follow_each_other(
+    groups: list[tuple[int, ...]], num_microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever rows a step shares with those before it, it has their own tokens and blocks."""
+    monkeypatch.setattr(decode_rows, "ROOM", 2)
+    builder = builder_with(num_microbatches=num_microbatches)
+    requests = [request(slot, first_block=1 + 10 * slot) for slot in range(3)]
+    lengths = [3, 4, 6]
+    prompts = tuple(r.step(range(n)) for r, n in zip(requests, lengths, strict=True))
+    builder.build(StepPlan(tuple(r.new for r in requests), prompts), unused)
+    for number, group in enumerate(groups):
+        is_prev = {slot: (number + slot) % 3 > 0 for slot in group}
+        steps = [requests[slot].step([PREV if is_prev[slot] else 70 + slot]) for slot in group]
+        inputs = builder.build(StepPlan((), tuple(steps)), ids_of(50, 51, 52, 53))
+        paged = inputs.forward.attention.inputs
+        starts = [lengths[slot] for slot in group]
+        for slot in group:
+            lengths[slot] += 1
+        tables = [range(1 + 10 * slot, 11 + 10 * slot) for slot in group]
+        assert inputs.forward.token_ids_T.tolist() == [
+            (50 if is_prev[slot] else 70) + slot for slot in group
+        ]
+        assert inputs.forward.positions_T.tolist() == starts
+        assert paged.slot_mapping_T.tolist() == [
+            table[start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
+            for table, start in zip(tables, starts, strict=True)
+        ]
+        assert list(paged.context_lens) == [start + 1 for start in starts]
+        assert paged.context_lens_R.tolist() == list(paged.context_lens)
+        for row, (table, start) in enumerate(zip(tables, starts, strict=True)):
+            num_blocks = start // BLOCK_SIZE + 1
+            assert paged.block_table_RB[row, :num_blocks].tolist() == list(table[:num_blocks])
+        assert inputs.sampled_slots_S.tolist() == list(group)
+        assert inputs.sampling.rows.slots.tolist() == list(group)
+        assert inputs.sampling.positions.tolist() == list(paged.context_lens)
+
+
+def test_a_slot_that_changes_its_tenant_between_decodes() -> None:
+    builder = builder_with()
+    first = request(0, 1, SlotParams(0.5, 0, 1.0, 0.0, 1, 0, None))
+    builder.build(StepPlan((first.new,), (first.step([3]),)), unused)
+    builder.build(StepPlan((), (first.step(),)), ids_of(9, 0, 0, 0))
+    second = ScriptedRequest(0, 2, GREEDY, 7, BLOCK_SIZE)
+    inputs = builder.build(StepPlan((second.new,), (second.step([4]),)), unused)
+    assert inputs.forward.positions_T.tolist() == [0]
+    assert inputs.forward.attention.inputs.block_table_RB[0, 0] == 7
+    assert inputs.sampling.rows.keys == [(0, 2)]
+    assert not len(inputs.sampling.rows.drawing)

@@ -1,5 +1,6 @@
 """How many KV blocks a rank takes, and what it says when they are too few."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -181,3 +182,22 @@ def test_a_context_that_is_not_cut_is_not_mentioned(
     worker.call("open_device", {})
     worker.call("allocate_kv", {"num_blocks": num_blocks})
     assert "the context is" not in caplog.text
+
+
+def test_pages_of_the_cache_come_when_they_are_written() -> None:
+    """Even when what was freed before would be large enough."""
+    shape = KVShape(range(4), 16, num_kv_heads=4, head_dim=64, dtype=torch.bfloat16)
+    num_blocks = 2**26 // shape.block_bytes
+    freed = [bytearray(b"x" * 2**20) for _ in range(80)]
+    del freed
+    before = resident_bytes()
+    caches = shape.allocate(num_blocks, torch.device("cpu"), GATHER)
+    assert resident_bytes() - before < 2**22
+    caches[3].k[-1] = 1
+    assert caches[3].k[0].abs().max() == 0
+    assert caches[3].k[-1].min() == 1
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aioengine.messages import PREV, NewSlot, SlotHistory, SlotParams, SlotStep, StepPlan
 from aioengine.worker.logit_rules import LogitRules
-from aioengine.worker.sampler import ROW_PARAMS, Sampler, SamplingBatch, row_params
+from aioengine.worker.sampler import ROW_PARAMS, Sampler, SamplingBatch, SamplingRows, row_params
 
 VOCAB_SIZE = 13
 NUM_SLOTS = 4
@@ -71,12 +71,12 @@ class Tenant:
 
 
 def sampling_batch(tenants: Sequence[Tenant]) -> SamplingBatch:
-    return SamplingBatch(
+    rows = SamplingRows(
         np.array([t.slot for t in tenants], np.int64),
         np.array([t.epoch for t in tenants], np.int64),
-        np.array([len(t.tokens) for t in tenants], np.int64),
         np.array([row_params(t.params) for t in tenants], ROW_PARAMS),
     )
+    return SamplingBatch(rows, np.array([len(t.tokens) for t in tenants], np.int64))
 
 
 tokens = st.integers(0, VOCAB_SIZE - 1)
@@ -265,6 +265,14 @@ def prepared(params: dict[str, Any], num_rows: int) -> tuple[LogitRules, Samplin
     return rules, tell(rules, *tenants)
 
 
+def with_params(batch: SamplingBatch, name: str, values: Any) -> SamplingBatch:
+    """The same rows, but for one of their parameters."""
+    params = batch.rows.params.copy()
+    params[name] = values
+    rows = SamplingRows(batch.rows.slots, batch.rows.epochs, params)
+    return SamplingBatch(rows, batch.positions)
+
+
 NUM_DRAWS = 10000
 CHI_SQUARE_999 = {1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 6: 22.5, 7: 24.3, 8: 26.1, 9: 27.9}
 CHI_SQUARE_999 |= {10: 29.6, 11: 31.3, 12: 32.9}
@@ -318,7 +326,7 @@ def test_draws_follow_the_distribution(
     logits_V = 1.5 * torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     rules = {name: value for name, value in params.items() if name != "temperature"}
     rules_state, batch = prepared(rules, 500)
-    batch.params["temperature"] = params.get("temperature", 1.0)
+    batch = with_params(batch, "temperature", params.get("temperature", 1.0))
     example = params_with(num_prompt_tokens=2, **rules)
     row = torch.tensor(reference(logits_V.tolist(), example, [1, 2], [3, 3, 4]))
     expected_V = (row / params.get("temperature", 1.0)).softmax(0)
@@ -327,14 +335,14 @@ def test_draws_follow_the_distribution(
     processed_RV = rules_state.process(logits_V.expand(500, -1).contiguous(), batch)
     drawn = []
     for turn in range(NUM_DRAWS // 500):
-        batch.params["seed"] = np.arange(500) + 500 * turn
+        batch = with_params(batch, "seed", np.arange(500) + 500 * turn)
         drawn.append(Sampler("raw_logprobs").draw(processed_RV, batch).ids_R)
     check_draws(torch.cat(drawn), expected_V / expected_V.sum())
 
 
 def test_greedy_takes_the_best_of_the_penalised_logits() -> None:
     rules, batch = prepared({"frequency_penalty": 1.0}, 1)
-    batch.params["temperature"] = 0.0
+    batch = with_params(batch, "temperature", 0.0)
     logits_V = torch.zeros(1, VOCAB_SIZE)
     logits_V[0, 3], logits_V[0, 4], logits_V[0, 9] = 2.5, 1.4, 0.6
     ids_R = Sampler("raw_logprobs").draw(rules.process(logits_V, batch), batch).ids_R
@@ -346,7 +354,7 @@ def test_the_mode_says_which_logprobs_are_reported(mode: Any) -> None:
     """Processed ones are those before truncation."""
     asked = {"presence_penalty": 1.5, "logit_bias": ((8, 3.0),), "top_k": 1, "logprobs": 3}
     rules, batch = prepared(asked, 1)
-    batch.params["temperature"] = 0.5
+    batch = with_params(batch, "temperature", 0.5)
     logits_RV = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
     processed_RV = rules.process(logits_RV, batch)
     sampler = Sampler(mode)

@@ -1,14 +1,18 @@
 """The sampler: distributions, filters, independence of rows, and rows that cannot be used."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from aioengine.kernels import sampling as kernels
 from aioengine.messages import Sampled, SlotParams
-from aioengine.worker.sampler import ROW_PARAMS, Sampler, SamplingBatch, row_params
+from aioengine.worker import sampler as sampler_module
+from aioengine.worker.philox import uniforms
+from aioengine.worker.sampler import ROW_PARAMS, Sampler, SamplingBatch, SamplingRows, row_params
 
 VOCAB_SIZE = 2000
 
@@ -28,9 +32,8 @@ def slot_params(
 def batch_of(params: list[SlotParams], positions: list[int] | None = None) -> SamplingBatch:
     num = len(params)
     table = np.array([row_params(row) for row in params], ROW_PARAMS)
-    return SamplingBatch(
-        np.arange(num), np.arange(num) + 10, np.array(positions or range(num)), table
-    )
+    rows = SamplingRows(np.arange(num), np.arange(num) + 10, table)
+    return SamplingBatch(rows, np.array(positions or range(num)))
 
 
 def sample(
@@ -193,3 +196,57 @@ def test_processed_logprobs_are_those_after_temperature() -> None:
         expected_V = (logits_RV[row] / divisor).log_softmax(0)
         (found,) = results[row].logprobs
         assert found.top[0][1] == pytest.approx(float(expected_V.max()), abs=1e-5)
+
+
+# --- compiled draws ------------------------------------------------------------------------------
+
+LIMITS = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 40.0},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": VOCAB_SIZE + 5},
+    {"min_p": 0.1},
+    {"top_p": 0.9},
+    {"top_p": 1e-6},
+    {"top_p": 0.999999, "temperature": 3.0},
+    {"top_k": 50, "top_p": 0.7, "min_p": 0.01, "temperature": 1.3},
+]
+
+
+@pytest.mark.parametrize("num_levels", [None, 5], ids=["no ties", "ties"])
+def test_compiled_draws_are_those_of_torch(
+    num_levels: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [slot_params(**limits, seed=i) for i in range(20) for limits in LIMITS]
+    logits_RV = random_logits(len(params))
+    if num_levels is not None:
+        logits_RV = (logits_RV * num_levels / 10).round()
+    logits_RV[::3, ::2] = -math.inf
+    batch = batch_of(params)
+    assert sampler_module._draw_kernel() is not None
+    compiled = Sampler("raw_logprobs").draw(logits_RV, batch)
+    monkeypatch.setattr(sampler_module, "_draw_kernel", lambda: None)
+    plain = Sampler("raw_logprobs").draw(logits_RV, batch)
+    assert compiled.ids_R.tolist() == plain.ids_R.tolist()
+    assert compiled.best_R.equal(plain.best_R)
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_unusable_rows_get_valid_ids_from_compiled_draws(limits: dict[str, Any]) -> None:
+    logits_RV = random_logits(4)
+    logits_RV[0, 5] = math.nan
+    logits_RV[1, 6] = math.inf
+    logits_RV[2] = -math.inf
+    draws = Sampler("raw_logprobs").draw(logits_RV, batch_of([slot_params(**limits)] * 4))
+    assert ((draws.ids_R >= 0) & (draws.ids_R < VOCAB_SIZE)).all()
+    assert draws.best_R.isfinite().tolist() == [False, False, False, True]
+
+
+def test_the_compiled_generator_is_the_same() -> None:
+    generator = np.random.default_rng(5)
+    seeds = generator.integers(0, 2**63, 200, dtype=np.uint64)
+    positions, choices = generator.integers(0, 2**20, 200), generator.integers(0, 128, 200)
+    found = [kernels.uniform(*row) for row in zip(seeds, positions, choices, strict=True)]
+    assert found == uniforms(seeds, positions, choices).tolist()

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from aioengine.cli.bench_roofline_kernels import read
-from aioengine.cli.bench_roofline_work import (
+from aioengine.bench.roofline_kernels import read
+from aioengine.bench.roofline_work import (
     Limits,
     Linear,
     Model,

@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from aioengine.cli.bench_roofline_machine import Machine
-from aioengine.cli.bench_roofline_work import Share
+from aioengine.bench.roofline_machine import Machine
+from aioengine.bench.roofline_work import Share
 
 PIPED_WIDTH: Final = 160
 """Columns where no terminal says how many there are."""

@@ -7,7 +7,7 @@ best matmul rate; whichever takes longer is its limit.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aioengine.cli.bench_steps import Step
+from aioengine.bench.step_work import Step
 from aioengine.model_config import ModelConfig
 
 

@@ -19,25 +19,25 @@ from typing import Final
 import msgspec
 import uvloop
 
-from aioengine.checkpoint.source import read_model_config, resolve_model
-from aioengine.cli.bench_load import Span
-from aioengine.cli.bench_offline import (
+from aioengine.bench.load import Span
+from aioengine.bench.offline import (
     add_engine_flags,
     engine_config,
     generate_all,
     random_prompts,
     take_steps,
 )
-from aioengine.cli.bench_roofline_machine import (
+from aioengine.bench.roofline_machine import (
     DTYPES,
     MEMORY_BYTES,
     USUAL_DTYPES,
     Machine,
     measure_machine,
 )
-from aioengine.cli.bench_roofline_report import Report, print_report, to_json
-from aioengine.cli.bench_roofline_work import Model, Phase, judge
-from aioengine.cli.bench_steps import Step, full_decodes
+from aioengine.bench.roofline_report import Report, print_report, to_json
+from aioengine.bench.roofline_work import Model, Phase, judge
+from aioengine.bench.step_work import Step, full_decodes
+from aioengine.checkpoint.source import read_model_config, resolve_model
 from aioengine.cli.layout_model import kv_shape, stage_plan
 from aioengine.config import EngineConfig
 from aioengine.core.stages import split_layers
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         if env.world_size > 1:
             raise ValueError(f"{env.kind} started {env.world_size} ranks, and this measures one")
         model = read_model(config)
-        num_threads = set_cpu_threads(config.cpu_threads, env.omp_num_threads, 1)
+        num_threads = set_cpu_threads(config.cpu_threads, env.omp_num_threads, 0, 1)
         machine = _measure_machine(model, num_threads)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             phases = runner.run(measure_engine(config, model))

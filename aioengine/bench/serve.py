@@ -17,10 +17,10 @@ from typing import Any, Final
 import msgspec
 import uvloop
 
-from aioengine.cli.bench_client import Client, Target
-from aioengine.cli.bench_load import Server, Span, Workload, make_jobs, meet, run_round
-from aioengine.cli.bench_serve_report import print_comparison, print_summary, to_json
-from aioengine.cli.bench_stats import Round, summarize
+from aioengine.bench.client import Client, Target
+from aioengine.bench.load import Server, Span, Workload, make_jobs, meet, run_round
+from aioengine.bench.serve_report import print_comparison, print_summary, to_json
+from aioengine.bench.stats import Round, summarize
 from aioengine.errors import EngineError
 from aioengine.flags import CommandParser
 
@@ -31,7 +31,7 @@ REQUESTS_WITH_RATE: Final = 100
 WARM_UP_WITH_RATE: Final = 4
 VS_ROUNDS: Final = 5
 PLOT_SUFFIXES: Final = (".svg", ".png")
-PLOT_MODULE: Final = "aioengine.cli.bench_plot"
+PLOT_MODULE: Final = "aioengine.bench.plot"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from aioengine.cli.bench_client import Answer
+from aioengine.bench.client import Answer
 
 EVENT: Final = re.compile(rb"(?:^|\n)data:")
 DONE: Final = b"[DONE]"

@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from aioengine.cli.bench_load import Server, Workload
-from aioengine.cli.bench_stats import (
+from aioengine.bench.load import Server, Workload
+from aioengine.bench.stats import (
     LATENCIES,
     MAX_CLIENT_SHARE,
     RATES,

@@ -6,44 +6,38 @@ that is asked for.
 """
 
 import argparse
-import asyncio
 import itertools
 import json
-import logging
 import os
 import random
-import signal
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
-import uvloop
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from aioengine.cli.bench_load import Span
-from aioengine.cli.bench_offline import (
+from aioengine.bench.load import Span
+from aioengine.bench.offline import (
     add_engine_flags,
     engine_config,
     generate_all,
     random_prompts,
+    run_on_ranks,
     take_steps,
 )
-from aioengine.cli.bench_steps import Step
-from aioengine.cli.local_ranks import end_with_parent, run_ranks
-from aioengine.cli.serve import to_argv
+from aioengine.bench.step_work import Step
 from aioengine.config import EngineConfig
 from aioengine.dist.launcher import read_environment
 from aioengine.embedded.engine import AsyncEngine
-from aioengine.errors import EngineError
 from aioengine.flags import CommandParser
 
 PROG: Final = "aioengine bench throughput"
-SHUTDOWN_TIMEOUT_S: Final = 10
 PIPED_WIDTH: Final = 160
 """Columns where no terminal says how many there are."""
 NUM_WARM_UP, WARM_UP_TOKENS = 4, 8
@@ -117,26 +111,10 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 1
-    if env.kind == "none" and num_ranks > 1:
-        argv = [sys.executable, "-m", "aioengine.cli", "bench", "throughput", *_to_argv(args)]
-        return run_ranks(PROG, argv, num_ranks, SHUTDOWN_TIMEOUT_S)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    if env.kind != "none":
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches ranks, too
-        end_with_parent()
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            result = runner.run(measure(plan))
-    except (EngineError, ValueError) as error:
-        print(f"{PROG}: error: rank {env.rank}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
-    if result is not None:
-        show = print_json if args.json else print_tables
-        show(plan, result)
-    return 0
+    show = print_json if args.json else print_tables
+    return run_on_ranks(
+        "throughput", args, env, num_ranks, partial(measure, plan), partial(show, plan)
+    )
 
 
 def read_plan(args: argparse.Namespace) -> Plan:
@@ -150,14 +128,6 @@ def read_plan(args: argparse.Namespace) -> Plan:
         output_len=Span.parse("--output-len", args.output_len),
         prompt_ids=Span.parse("--prompt-ids", args.prompt_ids, at_least=0),
     )
-
-
-def _to_argv(args: argparse.Namespace) -> list[str]:
-    """The line again, for the ranks."""
-    given: dict[str, Any] = dict(vars(args))
-    model = given.pop("model_argument", None)
-    as_object = ["--json"] if given.pop("json") else []
-    return [*to_argv(given), *as_object, *([model] if model is not None else [])]
 
 
 async def measure(plan: Plan) -> Result | None:

@@ -2,23 +2,33 @@
 
 import argparse
 import asyncio
+import logging
 import random
+import signal
+import sys
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
+import uvloop
 
-from aioengine.cli.bench_load import Span
-from aioengine.cli.bench_steps import Step
+from aioengine.bench.load import Span
+from aioengine.bench.step_work import Step
+from aioengine.cli.local_ranks import end_with_parent, run_ranks
+from aioengine.cli.rank_flags import add_model_argument, given_flags, to_argv
 from aioengine.config import EngineConfig, refuse_unsupported
+from aioengine.dist.launcher_env import LauncherEnv
 from aioengine.embedded.engine import AsyncEngine
 from aioengine.engine.executor import Executor, StepDone, StepFailed
-from aioengine.errors import innermost
+from aioengine.errors import EngineError, innermost
 from aioengine.flags import CommandParser, add_flags, config_from
 from aioengine.frontend.sampling import SamplingParams
 from aioengine.messages import StepPlan
 
+SHUTDOWN_TIMEOUT_S: Final = 10
+SWITCHES: Final = ("json", "sweep")
+"""Flags without a value, and without a --no- form."""
 EXECUTOR: Final = "distributed_executor_backend"
 WITHOUT_MEANING: Final = frozenset(
     {
@@ -34,25 +44,63 @@ use for."""
 
 def add_engine_flags(parser: CommandParser, without: frozenset[str] = frozenset()) -> None:
     """MODEL, and the settings that mean something offline."""
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="Same as --model.")
+    add_model_argument(parser)
     fields = set(EngineConfig.__struct_fields__) - WITHOUT_MEANING - without
     add_flags(parser, only=fields)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Of parsed flags; steps are recorded. Raises ValueError that names the flag."""
-    given = dict(vars(args))
-    model = given.pop("model_argument", None)
-    if model is not None and "model" in given:
-        raise ValueError(f"--model {given['model']} and MODEL {model} are both given")
-    if model is not None:
-        given["model"] = model
-    config = config_from(given)
+    config = config_from(given_flags(args))
     refuse_unsupported(config)
     if config.distributed_executor_backend != "auto":
         raise ValueError("--config: distributed_executor_backend: this command brings its own")
     recorder = f"{__name__}:{RecordingExecutor.__name__}"
     return msgspec.structs.replace(config, **{EXECUTOR: recorder})
+
+
+# --- processes ---------------------------------------------------------------------------------
+
+Found = TypeVar("Found")
+
+
+def run_on_ranks(
+    command: str,
+    args: argparse.Namespace,
+    env: LauncherEnv,
+    num_ranks: int,
+    measure: Callable[[], Coroutine[Any, Any, Found | None]],
+    show: Callable[[Found], None],
+) -> int:
+    """The exit status of a measurement on so many ranks: of which this process is one when a
+    launcher started it, or none are needed beside it; else it starts them. Ranks whose `measure`
+    gives None show nothing."""
+    prog = f"aioengine bench {command}"
+    if env.kind == "none" and num_ranks > 1:
+        argv = [sys.executable, "-m", "aioengine.cli", "bench", command, *_line_again(args)]
+        return run_ranks(prog, argv, num_ranks, SHUTDOWN_TIMEOUT_S)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if env.kind != "none":
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches ranks, too
+        end_with_parent()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            found = runner.run(measure())
+    except (EngineError, ValueError) as error:
+        print(f"{prog}: error: rank {env.rank}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 130
+    if found is not None:
+        show(found)
+    return 0
+
+
+def _line_again(args: argparse.Namespace) -> list[str]:
+    given = given_flags(args)
+    switches = [f"--{name}" for name in SWITCHES if given.pop(name, False)]
+    return [*to_argv(given), *switches]
 
 
 # --- steps ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from aioengine.cli.bench_events import Record
+from aioengine.bench.events import Record
 
 MAX_CLIENT_SHARE: Final = 0.7
 """Of a core: a client that uses more may be what limits the figures."""

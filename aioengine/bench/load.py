@@ -11,9 +11,9 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from aioengine.cli.bench_client import Client, RequestError
-from aioengine.cli.bench_events import Record, error_text, failed, read_answer
-from aioengine.cli.bench_stats import Round
+from aioengine.bench.client import Client, RequestError
+from aioengine.bench.events import Record, error_text, failed, read_answer
+from aioengine.bench.stats import Round
 from aioengine.errors import EngineError
 
 TEXT: Final = (

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from aioengine.cli.bench_stats import Round
+from aioengine.bench.stats import Round
 
 NUM_STEPS: Final = 60
 """Of the timeline."""
