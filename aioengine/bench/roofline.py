@@ -45,7 +45,6 @@ from aioengine.dist.launcher import read_environment
 from aioengine.embedded.engine import AsyncEngine
 from aioengine.errors import EngineError
 from aioengine.flags import CommandParser
-from aioengine.weights.loader import EMBEDDING
 from aioengine.worker.device import set_cpu_threads
 from aioengine.worker.loading import with_formats
 
@@ -131,7 +130,7 @@ def read_model(config: EngineConfig) -> Model:
         source,
         config.quantization,
     )
-    embedding = plan.outline().get_parameter(EMBEDDING)
+    embedding = plan.outline().get_parameter("model.embed_tokens.weight")
     return Model(
         cfg,
         dtype_name,

@@ -189,7 +189,7 @@ def test_there_are_worked_examples() -> None:
         ["--external-data-parallel-size", "2"],
         ["--external-data-parallel-size", "auto"],
         ["--enable-expert-parallel"],
-        ["--quantization", "fp8"],
+        ["--quantization", "int4", "--device", "cuda"],
     ],
     ids=" ".join,
 )
