@@ -191,43 +191,43 @@ def _group_by_integers(tile: _Tile, block: Any, x: Any) -> list[Any]:
     return [fours_of(each) for each in sums] if in_words else sums
 
 
+def _add_groups(
+    tile: _Tile, by_integers: bool, groups: Any, blocks: Any, x: Any, x_scales: Any, x_sums: Any
+) -> list[Any]:
+    """The results of a tile: for rows, and of these for parts."""
+    code, builder = tile.code, tile.builder
+    places = [(row, part) for row in range(tile.num_rows) for part in tile.parts]
+    x_bytes = GROUP * (1 if by_integers else 4)
+
+    def add(g: Any, totals: list[Any]) -> list[Any]:
+        block, here = code.at(blocks, g, tile.block_bytes), code.at(x, g, x_bytes)
+        for line in range(0, tile.block_bytes, 64):
+            tile.prefetch(tile.plus(block, line + _AHEAD_BYTES))
+        if by_integers:
+            sums = [
+                builder.sitofp(each, code.floats) for each in _group_by_integers(tile, block, here)
+            ]
+        else:
+            sums = _group_by_floats(tile, block, here, [code.zero] * len(places))
+        scales = [tile.scales(block, 0, part) for part in tile.parts]
+        minima = [tile.scales(block, 1, part) for part in tile.parts] if tile.bits == 4 else []
+        results = []
+        for (row, part), product, total in zip(places, sums, totals, strict=True):
+            x_sum = tile.scalar(code.at(x_sums, g, 4), row)
+            if by_integers:
+                product = builder.fmul(product, tile.scalar(code.at(x_scales, g, 4), row))
+                if tile.bits == 8 and INTEGERS == "vnni":
+                    product = code.fma(x_sum, code.fill(-128.0), product)
+            total = code.fma(scales[part], product, total)
+            results.append(code.fma(minima[part], x_sum, total) if minima else total)
+        return results
+
+    return code.loop(groups, [code.zero] * len(places), add)
+
+
 def tile_of(bits: int, scale: Any, by_integers: bool) -> Any:
     """A function of compiled code: one tile with a few rows of x."""
     lanes = _INTEGER_LANES if by_integers else min(REGISTER_LANES, TILE)
-    x_bytes = GROUP * (1 if by_integers else 4)
-
-    def products(
-        tile: _Tile, groups: Any, blocks: Any, x: Any, x_scales: Any, x_sums: Any
-    ) -> list[Any]:
-        code, builder = tile.code, tile.builder
-
-        def add(g: Any, totals: list[Any]) -> list[Any]:
-            block, here = code.at(blocks, g, tile.block_bytes), code.at(x, g, x_bytes)
-            for line in range(0, tile.block_bytes, 64):
-                tile.prefetch(tile.plus(block, line + _AHEAD_BYTES))
-            places = [(row, part) for row in range(tile.num_rows) for part in tile.parts]
-            if by_integers:
-                sums = [
-                    builder.sitofp(each, code.floats)
-                    for each in _group_by_integers(tile, block, here)
-                ]
-            else:
-                sums = _group_by_floats(tile, block, here, [code.zero] * len(places))
-            scales = [tile.scales(block, 0, part) for part in tile.parts]
-            minima = [tile.scales(block, 1, part) for part in tile.parts] if bits == 4 else []
-            results = []
-            for (row, part), product, total in zip(places, sums, totals, strict=True):
-                x_sum = tile.scalar(code.at(x_sums, g, 4), row)
-                if by_integers:
-                    x_scale = tile.scalar(code.at(x_scales, g, 4), row)
-                    product = builder.fmul(product, x_scale)
-                    if bits == 8 and INTEGERS == "vnni":
-                        product = code.fma(x_sum, code.fill(-128.0), product)
-                total = code.fma(scales[part], product, total)
-                results.append(code.fma(minima[part], x_sum, total) if minima else total)
-            return results
-
-        return code.loop(groups, [code.zero] * (tile.num_rows * len(tile.parts)), add)
 
     @intrinsic
     def tile_products(
@@ -250,7 +250,7 @@ def tile_of(bits: int, scale: Any, by_integers: bool) -> Any:
 
             def emit(n: int) -> None:
                 tile = _Tile(code, n, bits, scale, (x_stride, scales_stride))
-                results = products(tile, groups, blocks, x, x_scales, x_sums)
+                results = _add_groups(tile, by_integers, groups, blocks, x, x_scales, x_sums)
                 for place, result in enumerate(results):
                     code.store(result, tile.plus(out, 4 * lanes * place))
 

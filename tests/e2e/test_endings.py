@@ -161,7 +161,12 @@ async def test_again_after_kill_and_two_at_once() -> None:
         (1, ("--model", "/nowhere"), "--model: '/nowhere' is neither"),
         (1, ("--max-model-len", "100000"), "--max-model-len 100000"),
         (1, ("-pcp", "2"), "--prefill-context-parallel-size above 1 does not run yet"),
-        (1, ("--quantization", "int8"), "--quantization does not run yet"),
+        (1, ("--quantization", "int3"), "--quantization"),
+        (
+            1,
+            ("--quantization", "int8", "--device", "cuda"),
+            "--quantization int8 with --device cuda does not run yet",
+        ),
         (2, ("-pp", "2", "--pipeline-layers", "1,1"), "--pipeline-layers"),
         (2, ("-tp", "2", "--distributed-executor-backend", "a:B"), "a:B: cannot import a"),
     ],

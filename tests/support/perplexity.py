@@ -17,9 +17,9 @@ TEXT = Path(__file__).parent.parent / "data" / "pride_and_prejudice.txt"
 BLOCK_SIZE = 16
 
 
-def text_ids(limit: int) -> list[int]:
-    """Of the beginning of the text, by the default model's tokenizer."""
-    tokenizer = load_tokenizer(resolve_model(None))
+def text_ids(model: str | None, limit: int) -> list[int]:
+    """Of the beginning of the text, by the model's own tokenizer."""
+    tokenizer = load_tokenizer(resolve_model(model))
     return tokenizer.encode(TEXT.read_text(), add_special_tokens=False)[:limit]
 
 
@@ -39,7 +39,9 @@ def perplexity(token_ids: list[int], **settings: Any) -> float:
     """Of all tokens but the first, for a model and its settings."""
     worker = open_worker(**settings, max_num_batched_tokens=len(token_ids))
     worker.call("allocate_kv", {"num_blocks": 2 + len(token_ids) // BLOCK_SIZE})
-    params = SlotParams(0.0, 0, 1.0, 0.0, 0, 0, None, prompt_logprobs=0)
+    params = SlotParams(
+        0.0, 0, 1.0, 0.0, 0, 0, None, num_prompt_tokens=len(token_ids), prompt_logprobs=0
+    )
     request = ScriptedRequest(0, 1, params, 1, BLOCK_SIZE)
     result = worker.execute(0, StepPlan((request.new,), (request.step(token_ids),)))
     worker.call("close", {})
