@@ -37,9 +37,9 @@ MAY_IMPORT = {
     "rank": "root timeline core checkpoint dist worker control engine frontend api asyncio msgspec",
     "embedded": "root dist control engine frontend rank asyncio msgspec uvloop",
     "doctor": "root dist worker control engine rank asyncio msgspec torch rich",
-    "bench": "root timeline core checkpoint dist layers worker engine frontend rank.recording "
-    "embedded cli.layout_model cli.local_ranks cli.rank_flags asyncio msgspec numpy torch numba "
-    "rich uvloop httptools matplotlib",
+    "bench": "root timeline core checkpoint dist layers weights.loader worker engine frontend "
+    "rank.recording embedded cli.layout_model cli.local_ranks cli.rank_flags asyncio msgspec numpy "
+    "torch numba rich uvloop httptools matplotlib",
     "cli": "root timeline core checkpoint dist layers models weights worker control engine "
     "frontend api rank doctor embedded bench asyncio msgspec numpy torch rich uvloop setproctitle",
     "launch": "root core checkpoint dist worker control rank asyncio msgspec uvloop setproctitle",

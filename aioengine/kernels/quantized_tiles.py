@@ -225,6 +225,43 @@ def _add_groups(
     return code.loop(groups, [code.zero] * len(places), add)
 
 
+def _products(
+    tile: _Tile, groups: Any, addresses: tuple[Any, Any, Any, Any], by_integers: bool
+) -> list[Any]:
+    """float32 vectors, rows × parts. `addresses`: of the blocks, x, its scales and its sums."""
+    code, builder = tile.code, tile.builder
+    blocks, x, x_scales, x_sums = addresses
+    places = [(row, part) for row in range(tile.num_rows) for part in tile.parts]
+
+    def sums_of_group(block: Any, x_here: Any) -> list[Any]:
+        if not by_integers:
+            return _group_by_floats(tile, block, x_here, [code.zero] * len(places))
+        return [
+            builder.sitofp(each, code.floats) for each in _group_by_integers(tile, block, x_here)
+        ]
+
+    def add(g: Any, totals: list[Any]) -> list[Any]:
+        block = code.at(blocks, g, tile.block_bytes)
+        for line in range(0, tile.block_bytes, 64):
+            tile.prefetch(tile.plus(block, line + _AHEAD_BYTES))
+        sums = sums_of_group(block, code.at(x, g, GROUP * (1 if by_integers else 4)))
+        scales = [tile.scales(block, 0, part) for part in tile.parts]
+        minima = [tile.scales(block, 1, part) for part in tile.parts] if tile.bits == 4 else []
+        results = []
+        for (row, part), product, total in zip(places, sums, totals, strict=True):
+            x_sum = tile.scalar(code.at(x_sums, g, 4), row)
+            if by_integers:
+                x_scale = tile.scalar(code.at(x_scales, g, 4), row)
+                product = builder.fmul(product, x_scale)
+                if tile.bits == 8 and INTEGERS == "vnni":
+                    product = code.fma(x_sum, code.fill(-128.0), product)
+            total = code.fma(scales[part], product, total)
+            results.append(code.fma(minima[part], x_sum, total) if minima else total)
+        return results
+
+    return code.loop(groups, [code.zero] * len(places), add)
+
+
 def tile_of(bits: int, scale: Any, by_integers: bool) -> Any:
     """A function of compiled code: one tile with a few rows of x."""
     lanes = _INTEGER_LANES if by_integers else min(REGISTER_LANES, TILE)

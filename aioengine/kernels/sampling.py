@@ -3,7 +3,7 @@ without tables of rows × vocabulary.
 
 A weight is a token's probability over that of the best one, in [0, 1]. The bits of such a float32
 grow with it, so the least weight that top_k or top_p keep is found ten bits at a time, in
-histograms of counts or of mass. About 4 ns a token, 12 where both limit a row.
+histograms of counts or of mass.
 
 Shapes: R rows · N of them that draw · V vocabulary.
 """
