@@ -286,7 +286,7 @@ class QuantizedLinear:
 
     def __init__(self, team: Team, kind: Any) -> None:
         self._team = team
-        self._by_integers = kind is not FLOAT32 and INTEGERS != ""
+        self._by_integers = kind is not FLOAT32 and INTEGERS
         self._job = np.zeros(1, _JOB)
         self._job["raw_kind"] = KINDS.index(kind)
         self._scratch = np.empty(team.num_threads * _SCRATCH_BYTES, np.uint8)

@@ -8,11 +8,9 @@ tile; for more, the tile is read again, from the first-level cache.
 **Two ways.** By floats: codes become float32 and meet x in float32, so that the result is the
 function that the dequantised weights stand for. By integers: x is rounded, in each group, to 8 bits
 with a scale of its own; sums of products of bytes are exact, and a quarter of the instructions. It
-takes a processor with instructions for that (INTEGERS), and x in a half type, which is rounded
-anyway.
+takes AVX2, and x in a half type, which is rounded anyway.
 """
 
-from collections.abc import Set
 from typing import Any, Final
 
 from llvmlite import ir
@@ -41,19 +39,9 @@ _INT: Final = types.int64
 _I1: Final = ir.IntType(1)
 
 
-def integers_of(features: Set[str]) -> tuple[str, int]:
-    """What multiplies bytes: "vnni", "avx2" or "" for nothing, and in vectors of how many int32.
-
-    `features` as LLVM names them.
-    """
-    if "+avx512vnni" in features:
-        return "vnni", 16
-    if "+avxvnni" in features:
-        return "vnni", 8
-    return ("avx2", 8) if "+avx2" in features else ("", 0)
-
-
-INTEGERS, _INTEGER_LANES = integers_of(FEATURES)
+INTEGERS: Final = "+avx2" in FEATURES
+"""Whether this processor's instructions multiply bytes in the way that is written here."""
+_INTEGER_LANES: Final = 8
 
 
 # --- one tile -------------------------------------------------------------------------------------
@@ -138,7 +126,7 @@ def _group_by_floats(tile: _Tile, block: Any, x: Any, sums: list[Any]) -> list[A
 
 
 def _group_by_integers(tile: _Tile, block: Any, x: Any) -> list[Any]:
-    """The same of codes of x, as int32. With vnni, 8 bits: of codes + 128."""
+    """The same of codes of x, as int32."""
     code, builder = tile.code, tile.builder
     octets = ir.VectorType(I8, code.lanes * 4)
     words = ir.VectorType(I16, code.lanes * 2)
@@ -156,10 +144,6 @@ def _group_by_integers(tile: _Tile, block: Any, x: Any) -> list[Any]:
         return code.call("llvm.x86.avx2.pmadd.wd", code.ints, pairs, ones)
 
     def add(weights: Any, bytes_x: Any, total: Any) -> Any:
-        if INTEGERS == "vnni":
-            name = f"llvm.x86.avx512.vpdpbusd.{32 * code.lanes}"
-            unsigned = weights if tile.bits == 4 else builder.xor(weights, fill(-128))
-            return code.call(name, code.ints, total, unsigned, bytes_x)
         if tile.bits == 4:
             return builder.add(total, pairs_of(weights, bytes_x))
         size = code.call(f"llvm.abs.v{octets.count}i8", octets, weights, ir.Constant(_I1, 0))
@@ -167,7 +151,7 @@ def _group_by_integers(tile: _Tile, block: Any, x: Any) -> list[Any]:
         return builder.add(total, fours_of(pairs_of(size, signed)))
 
     # Eight sums of two products of 15 · 127 fit int16.
-    in_words = INTEGERS == "avx2" and tile.bits == 4
+    in_words = tile.bits == 4
     sums = [ir.Constant(words if in_words else code.ints, None)] * num_sums
     for chunk in range(tile.bits):
         stored = [
@@ -216,45 +200,6 @@ def _add_groups(
             x_sum = tile.scalar(code.at(x_sums, g, 4), row)
             if by_integers:
                 product = builder.fmul(product, tile.scalar(code.at(x_scales, g, 4), row))
-                if tile.bits == 8 and INTEGERS == "vnni":
-                    product = code.fma(x_sum, code.fill(-128.0), product)
-            total = code.fma(scales[part], product, total)
-            results.append(code.fma(minima[part], x_sum, total) if minima else total)
-        return results
-
-    return code.loop(groups, [code.zero] * len(places), add)
-
-
-def _products(
-    tile: _Tile, groups: Any, addresses: tuple[Any, Any, Any, Any], by_integers: bool
-) -> list[Any]:
-    """float32 vectors, rows × parts. `addresses`: of the blocks, x, its scales and its sums."""
-    code, builder = tile.code, tile.builder
-    blocks, x, x_scales, x_sums = addresses
-    places = [(row, part) for row in range(tile.num_rows) for part in tile.parts]
-
-    def sums_of_group(block: Any, x_here: Any) -> list[Any]:
-        if not by_integers:
-            return _group_by_floats(tile, block, x_here, [code.zero] * len(places))
-        return [
-            builder.sitofp(each, code.floats) for each in _group_by_integers(tile, block, x_here)
-        ]
-
-    def add(g: Any, totals: list[Any]) -> list[Any]:
-        block = code.at(blocks, g, tile.block_bytes)
-        for line in range(0, tile.block_bytes, 64):
-            tile.prefetch(tile.plus(block, line + _AHEAD_BYTES))
-        sums = sums_of_group(block, code.at(x, g, GROUP * (1 if by_integers else 4)))
-        scales = [tile.scales(block, 0, part) for part in tile.parts]
-        minima = [tile.scales(block, 1, part) for part in tile.parts] if tile.bits == 4 else []
-        results = []
-        for (row, part), product, total in zip(places, sums, totals, strict=True):
-            x_sum = tile.scalar(code.at(x_sums, g, 4), row)
-            if by_integers:
-                x_scale = tile.scalar(code.at(x_scales, g, 4), row)
-                product = builder.fmul(product, x_scale)
-                if tile.bits == 8 and INTEGERS == "vnni":
-                    product = code.fma(x_sum, code.fill(-128.0), product)
             total = code.fma(scales[part], product, total)
             results.append(code.fma(minima[part], x_sum, total) if minima else total)
         return results

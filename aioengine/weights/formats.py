@@ -6,7 +6,7 @@
 | none | become floats | become floats | stay floats |
 | int8, int4 | kept, unless they have more bits | quantised | quantised |
 
-int4 leaves embedding and head in 8 bits: in 4 they cost more quality than all layers together.
+int4 leaves embedding and head in 8 bits, as is the custom: every token meets them.
 """
 
 from collections.abc import Mapping, Sequence
