@@ -21,9 +21,10 @@ written to, everything is compiled at each start.
 
 import hashlib
 import inspect
+import logging
 import platform
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +35,8 @@ from numba.core import caching, cgutils
 from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
+
+log = logging.getLogger(__name__)
 
 FLOAT32: Final = np.float32
 BFLOAT16: Final = np.uint16
@@ -95,6 +98,18 @@ class _Cache(caching.FunctionCache):  # type: ignore[misc] # numba has no types
         self._cache_file = caching.IndexDataCacheFile(
             self._cache_path, self._impl.filename_base, digest
         )
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        found = super().load_overload(signature, target_context)
+        if found is None:
+            _announce_compiling()
+        return found
+
+
+@cache
+def _announce_compiling() -> None:
+    """Once a process, as it takes seconds in which nothing else is heard of it."""
+    log.info("compiling kernels for this processor; later starts find them in numba's cache")
 
 
 def _cache_for(function: Callable[..., Any]) -> Any:

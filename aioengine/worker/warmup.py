@@ -7,6 +7,8 @@ import msgspec
 from aioengine.messages import PREV, NewSlot, SlotParams, SlotStep, StepPlan
 
 _NULL_BLOCK: Final = 0
+_NUM_PROMPT_TOKENS: Final = 32
+"""Enough for what is done to many rows only: it would else be compiled in a request's step."""
 _PARAMS: Final = SlotParams(
     temperature=1.0, top_k=0, top_p=0.9, min_p=0.0, seed=0, choice_index=0, logprobs=0
 )
@@ -16,7 +18,7 @@ def warm_up_plans(
     max_num_batched_tokens: int, max_model_len: int, block_size: int
 ) -> list[StepPlan]:
     """A short prefill and, where the context has room, the decode of the token it drew."""
-    num_tokens = max(1, min(block_size, max_num_batched_tokens, max_model_len - 1))
+    num_tokens = max(1, min(_NUM_PROMPT_TOKENS, max_num_batched_tokens, max_model_len - 1))
     plans = [_plan([num_tokens], block_size)]
     if num_tokens < max_model_len:
         new_blocks = (_NULL_BLOCK,) if num_tokens % block_size == 0 else ()
