@@ -17,5 +17,5 @@ install dev
 check ruff check
 check ruff format --check
 check mypy aioengine launch
-check pytest "$@"
+check pytest --durations 15 "$@"
 say "all checks passed in $SECONDS s"
