@@ -2,7 +2,7 @@
 
 A module of its own, like `launched_by`, so that a rank can import it before torch: that makes
 300,000 objects that stay, and the collector would look through them again and again (a tenth of
-the time). `resume` lets go of them all. For a process that is ours alone.
+the time). Whoever imports this calls `resume` behind its imports. For a process that is ours alone.
 """
 
 import gc

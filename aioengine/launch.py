@@ -38,11 +38,11 @@ from aioengine.rank.rank import (
     Rank,
 )
 
+collector_paused.resume()
 log = logging.getLogger("aioengine.launch")
 
 
 def main() -> None:
-    collector_paused.resume()
     faulthandler.enable()  # a crash in C++ leaves the stacks
     parser = build_parser("python -m aioengine.launch", "Run one rank of a launch.")
     try:
