@@ -23,7 +23,6 @@ With one thread there are no helpers, and `run` is a loop.
 import os
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -203,9 +202,7 @@ class Team:
     that is closed still runs jobs, by the caller alone.
     """
 
-    def __init__(self, num_threads: int, cores: Sequence[int] = ()) -> None:
-        """`cores`, one for each thread, are those that the helpers stay on: thread i on cores[i]
-        (the caller's, cores[0], is left to it). Without, the operating system places them."""
+    def __init__(self, num_threads: int) -> None:
         assert num_threads > 0
         self.num_threads = num_threads
         self._num_helpers = num_threads - 1
@@ -218,8 +215,8 @@ class Team:
             eventfd = os.eventfd(0, os.EFD_CLOEXEC)
             words[(_HELPERS + (thread - 1) * _LINE + _EVENTFD) // 8] = eventfd
             helper = threading.Thread(
-                target=_help_on,
-                args=(words, thread, cores[thread] if cores else None),
+                target=_run_helper,
+                args=(words, thread),
                 name=f"helper {thread}",
                 daemon=True,
             )
@@ -257,9 +254,7 @@ def _aligned_words(num_bytes: int) -> tuple[Any, int]:
     return words, words.ctypes.data
 
 
-def _help_on(words: Any, thread: int, core: int | None) -> None:
-    if core is not None:
-        os.sched_setaffinity(0, {core})  # 0: this thread
+def _run_helper(words: Any, thread: int) -> None:
     _help(words.ctypes.data, thread)
 
 

@@ -6,7 +6,6 @@ everything else works where numba cannot be loaded.
 
 import importlib
 import logging
-from collections.abc import Sequence
 from typing import Protocol
 
 log = logging.getLogger(__name__)
@@ -24,12 +23,12 @@ class Team(Protocol):
     def close(self) -> None: ...
 
 
-def open_team(num_threads: int, cores: Sequence[int] = ()) -> Team | None:
+def open_team(num_threads: int) -> Team | None:
     """None, and a warning, where numba cannot be loaded: torch computes everything then."""
     try:
         module = importlib.import_module("aioengine.kernels.team")
     except ImportError as error:
         log.warning("computing without compiled kernels: %s", error)
         return None
-    team: Team = module.Team(num_threads, cores)
+    team: Team = module.Team(num_threads)
     return team

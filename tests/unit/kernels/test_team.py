@@ -107,16 +107,6 @@ def test_a_forgotten_team_ends() -> None:
     assert helpers() == before
 
 
-def test_helpers_stay_on_their_cores() -> None:
-    core = max(os.sched_getaffinity(0))
-    team = Team(2, cores=[core, core])
-    (helper,) = [thread for thread in helpers() if thread.name == "helper 1"]
-    wait_until_asleep(team)
-    assert helper.native_id is not None
-    assert os.sched_getaffinity(helper.native_id) == {core}
-    team.close()
-
-
 def test_a_process_ends_while_helpers_spin() -> None:
     text = "from aioengine.kernels.team import Team\nteam = Team(4)"
     subprocess.run([sys.executable, "-c", text], check=True)
