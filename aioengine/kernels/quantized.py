@@ -22,26 +22,39 @@ from aioengine.kernels.codegen import (
     FLOAT32,
     I8,
     I32,
+    IR_TYPES,
     Code,
     Kernel,
     element_bytes,
     entry,
+    fill_floats,
     inlined,
     kernel,
     load_element,
     pointer,
     store_element,
 )
-from aioengine.kernels.quantized_tiles import GROUP, INTEGERS, MAX_ROWS, TILE, tile_of
+from aioengine.kernels.quantized_tiles import (
+    GROUP,
+    INTEGERS,
+    MAX_ROWS,
+    TILE,
+    UNSIGNED,
+    X_BYTES,
+    X_SCALE,
+    X_START,
+    X_SUM,
+    tile_of,
+)
 from aioengine.kernels.team import Team
 
 PANEL_ROWS: Final = 128
 """Rows that a chunk works on: few enough to stay in a core's second-level cache."""
 CHUNKS_PER_THREAD: Final = 4
 PREPARED_ROWS: Final = 16
-"""More rows of x are prepared by the team, so many a chunk."""
+"""More rows of x are prepared by the team, so many a chunk: whole strips."""
 LARGEST_CODE: Final = 127
-_SCRATCH_BYTES: Final = (MAX_ROWS * TILE + GROUP) * 4
+_SCRATCH_BYTES: Final = MAX_ROWS * TILE * 4
 _INT: Final = types.int64
 
 _JOB: Final = np.dtype(
@@ -58,9 +71,8 @@ _JOB: Final = np.dtype(
             "num_tiles",
             "tiles_per_chunk",
             "blocks",
-            "x",  # codes or float32 [R, G · 32]
-            "x_scales",  # float32 [R, G], of codes
-            "x_sums",  # float32 [R, G]
+            "x",  # blocks in strips
+            "x_bytes",  # of a block
             "out",  # [R, O], of out_kind
             "out_kind",
             "scratch",  # _SCRATCH_BYTES for each thread
@@ -74,16 +86,16 @@ KINDS: Final = (FLOAT32, BFLOAT16, FLOAT16)
 
 
 @intrinsic
-def _round_group(typing: Any, values: Any, codes: Any, scale: Any, total: Any) -> Any:
-    """32 floats become codes -127…127, their scale, and scale · Σ code. Addresses.
+def _round_group(typing: Any, kind: Any, values: Any, block: Any) -> Any:
+    """32 elements become a block of x by integers: codes -127…127, and what goes with them.
 
     A value that is not finite makes the scale so, too.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values, codes, scale, total = args
+        _, values, block = args
         code = Code(builder, GROUP)
-        x = code.load(values)
+        x = code.load_elements(values, IR_TYPES[kind.dtype])
         sizes = code.call(f"llvm.fabs.v{GROUP}f32", code.floats, x)
         largest = code.call(f"llvm.vector.reduce.fmaximum.v{GROUP}f32", F32, sizes)
         limit, nothing = ir.Constant(F32, LARGEST_CODE), ir.Constant(F32, 0.0)
@@ -94,23 +106,31 @@ def _round_group(typing: Any, values: Any, codes: Any, scale: Any, total: Any) -
         top = code.fill(float(LARGEST_CODE))
         is_number = builder.fcmp_ordered("<=", rounded, top)  # what NaN is not
         numbers = builder.fptosi(builder.select(is_number, rounded, code.zero), code.ints)
-        code.store(builder.trunc(numbers, ir.VectorType(I8, GROUP)), codes)
-        added = code.call(f"llvm.vector.reduce.add.v{GROUP}i32", I32, numbers)
-        step = builder.fdiv(largest, limit)
-        code.store(step, scale)
-        code.store(builder.fmul(builder.sitofp(added, F32), step), total)
+        code.store(builder.trunc(numbers, ir.VectorType(I8, GROUP)), block)
+        total = code.call(f"llvm.vector.reduce.add.v{GROUP}i32", I32, numbers)
+        scale = builder.fdiv(largest, limit)
+        scaled_total = builder.fmul(builder.sitofp(total, F32), scale)
+        start = builder.mul(total, I32(-UNSIGNED))
+        for value, at in ((scale, X_SCALE), (scaled_total, X_SUM[True]), (start, X_START)):
+            code.store(value, builder.add(block, code.const(at)))
         return context.get_dummy_value()
 
-    return types.void(*[_INT] * 4), generate
+    return types.void(kind, _INT, _INT), generate
 
 
 @intrinsic
-def _sum_group(typing: Any, values: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        code = Code(builder, GROUP)
-        return code.sum_lanes(code.load(args[0]))
+def _widen_group(typing: Any, kind: Any, values: Any, block: Any) -> Any:
+    """32 elements become a block of x by floats."""
 
-    return types.float32(_INT), generate
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, values, block = args
+        code = Code(builder, GROUP)
+        x = code.load_elements(values, IR_TYPES[kind.dtype])
+        code.store(x, block)
+        code.store(code.sum_lanes(x), builder.add(block, code.const(X_SUM[False])))
+        return context.get_dummy_value()
+
+    return types.void(kind, _INT, _INT), generate
 
 
 @inlined
@@ -119,28 +139,31 @@ def _job(args: int) -> Any:
 
 
 @inlined
-def _floats(address: int, count: int) -> Any:
-    return carray(pointer(address), count, np.float32)
+def _prepare_group(kind: Any, values: int, block: int, by_integers: bool) -> None:
+    if by_integers:
+        _round_group(kind, values, block)
+    else:
+        _widen_group(kind, values, block)
 
 
 @inlined
 def _prepare_row(kind: Any, args: int, row: int, thread: int, by_integers: bool) -> None:
     job, size = _job(args), element_bytes(kind)
-    for g in range(job.num_groups):
-        group = row * job.num_groups + g
-        raw_x = job.raw_x + row * job.raw_x_bytes + g * GROUP * size
-        x = job.x + group * (GROUP if by_integers else GROUP * 4)
-        at = job.scratch + thread * _SCRATCH_BYTES if by_integers else x
-        values = _floats(at, GROUP)
-        count = min(GROUP, job.num_inputs - g * GROUP)
-        for i in range(count):
-            values[i] = load_element(kind, raw_x + i * size)
-        values[count:] = 0.0
-        x_sum = job.x_sums + group * 4
-        if by_integers:
-            _round_group(at, x, job.x_scales + group * 4, x_sum)
-        else:
-            _floats(x_sum, 1)[0] = _sum_group(at)
+    first = row // MAX_ROWS * MAX_ROWS
+    num_rows = min(MAX_ROWS, job.num_rows - first)  # of its strip
+    values = job.raw_x + row * job.raw_x_bytes
+    block = job.x + (first * job.num_groups + row - first) * job.x_bytes
+    for _ in range(job.num_inputs // GROUP):
+        _prepare_group(kind, values, block, by_integers)
+        values += GROUP * size
+        block += num_rows * job.x_bytes
+    rest = job.num_inputs % GROUP
+    if rest:
+        filled = job.scratch + thread * _SCRATCH_BYTES
+        fill_floats(filled, GROUP, 0.0)
+        for i in range(rest):
+            store_element(FLOAT32, load_element(kind, values + i * size), filled + i * 4)
+        _prepare_group(FLOAT32, filled, block, by_integers)
 
 
 @inlined
@@ -168,40 +191,43 @@ def _to_floats(args: int, chunk: int, thread: int) -> None:
 # --- products -------------------------------------------------------------------------------------
 
 
+@intrinsic
+def _store_tile(typing: Any, kind: Any, source: Any, out: Any) -> Any:
+    """16 float32 as elements."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = Code(builder, TILE)
+        code.store_elements(code.load(args[1]), args[2], IR_TYPES[kind.dtype])
+        return context.get_dummy_value()
+
+    return types.void(kind, _INT, _INT), generate
+
+
 @inlined
 def _write(kind: Any, source: int, out: int, count: int) -> None:
-    values = _floats(source, count)
+    if count == TILE:
+        _store_tile(kind, source, out)
+        return
     for i in range(count):
-        store_element(kind, values[i], out + i * element_bytes(kind))
+        value = load_element(FLOAT32, source + i * 4)
+        store_element(kind, value, out + i * element_bytes(kind))
 
 
 @inlined
-def _multiply(
-    products: Any, x_bytes: int, block_bytes: int, args: int, chunk: int, thread: int
-) -> None:
-    """`x_bytes` of a group of a row of x, `products` of one tile."""
+def _multiply(products: Any, block_bytes: int, args: int, chunk: int, thread: int) -> None:
+    """`products` of one tile."""
     job = _job(args)
     num_parts = (job.num_tiles + job.tiles_per_chunk - 1) // job.tiles_per_chunk
     panel, part = divmod(chunk, num_parts)
     first_tile, first_row = part * job.tiles_per_chunk, panel * PANEL_ROWS
     scratch = job.scratch + thread * _SCRATCH_BYTES
-    row_bytes, scales_bytes = job.num_groups * x_bytes, job.num_groups * 4
     for tile in range(first_tile, min(job.num_tiles, first_tile + job.tiles_per_chunk)):
         blocks = job.blocks + tile * job.num_groups * block_bytes
         count = min(TILE, job.num_outputs - tile * TILE)
         for row in range(first_row, min(job.num_rows, first_row + PANEL_ROWS), MAX_ROWS):
             num_rows = min(MAX_ROWS, job.num_rows - row)
-            products(
-                num_rows,
-                job.num_groups,
-                blocks,
-                job.x + row * row_bytes,
-                job.x_scales + row * scales_bytes,
-                job.x_sums + row * scales_bytes,
-                row_bytes,
-                scales_bytes,
-                scratch,
-            )
+            strip = job.x + row * job.num_groups * job.x_bytes
+            products(num_rows, job.num_groups, blocks, strip, scratch)
             for i in range(num_rows):
                 place = (row + i) * job.num_outputs + tile * TILE
                 source = scratch + i * TILE * 4
@@ -222,27 +248,27 @@ _int4_integers: Final = tile_of(4, F16, by_integers=True)
 
 @kernel
 def _int8_by_floats(args: int, chunk: int, thread: int) -> None:
-    _multiply(_int8_floats, 128, 544, args, chunk, thread)
+    _multiply(_int8_floats, 544, args, chunk, thread)
 
 
 @kernel
 def _int4_by_floats(args: int, chunk: int, thread: int) -> None:
-    _multiply(_int4_floats, 128, 320, args, chunk, thread)
+    _multiply(_int4_floats, 320, args, chunk, thread)
 
 
 @kernel
 def _int4_wide_by_floats(args: int, chunk: int, thread: int) -> None:
-    _multiply(_int4_wide_floats, 128, 384, args, chunk, thread)
+    _multiply(_int4_wide_floats, 384, args, chunk, thread)
 
 
 @kernel
 def _int8_by_integers(args: int, chunk: int, thread: int) -> None:
-    _multiply(_int8_integers, 32, 544, args, chunk, thread)
+    _multiply(_int8_integers, 544, args, chunk, thread)
 
 
 @kernel
 def _int4_by_integers(args: int, chunk: int, thread: int) -> None:
-    _multiply(_int4_integers, 32, 320, args, chunk, thread)
+    _multiply(_int4_integers, 320, args, chunk, thread)
 
 
 _BY_FLOATS: Final = {
@@ -267,7 +293,8 @@ def _begin(
     max_chunks: int,
     by_integers: bool,
 ) -> int:
-    """Fills the record (`x…`, `raw_kind` and `scratch` are there); how many chunks it makes."""
+    """Fills the record, which has `x`, `x_bytes`, `raw_kind` and `scratch`; how many chunks it
+    makes."""
     job = _job(args)
     job.raw_x, job.raw_x_bytes = raw_x, raw_x_bytes
     job.blocks, job.out, job.out_kind = blocks, out, out_kind
@@ -289,6 +316,7 @@ class QuantizedLinear:
         self._by_integers = kind is not FLOAT32 and INTEGERS
         self._job = np.zeros(1, _JOB)
         self._job["raw_kind"] = KINDS.index(kind)
+        self._job["x_bytes"] = X_BYTES[self._by_integers]
         self._scratch = np.empty(team.num_threads * _SCRATCH_BYTES, np.uint8)
         self._job["scratch"] = self._scratch.ctypes.data
         self._args = self._job.ctypes.data
@@ -339,8 +367,5 @@ class QuantizedLinear:
         if num_groups <= self._num_groups:
             return
         self._num_groups = num_groups
-        self._x = np.empty(num_groups * GROUP * 4, np.uint8)
-        self._x_scales, self._x_sums = np.empty((2, num_groups), np.float32)
+        self._x = np.empty(num_groups * X_BYTES[self._by_integers], np.uint8)
         self._job["x"] = self._x.ctypes.data
-        self._job["x_scales"] = self._x_scales.ctypes.data
-        self._job["x_sums"] = self._x_sums.ctypes.data
