@@ -24,7 +24,6 @@ from aioengine.kernels.codegen import (
     I32,
     IR_TYPES,
     Code,
-    Kernel,
     element_bytes,
     entry,
     fill_floats,
@@ -46,13 +45,13 @@ from aioengine.kernels.quantized_tiles import (
     X_SUM,
     tile_of,
 )
-from aioengine.kernels.team import Team
+from aioengine.kernels.team import Team, run_job
 
 PANEL_ROWS: Final = 128
 """Rows that a chunk works on: few enough to stay in a core's second-level cache."""
 CHUNKS_PER_THREAD: Final = 4
 PREPARED_ROWS: Final = 16
-"""More rows of x are prepared by the team, so many a chunk: whole strips."""
+"""Rows of x that are prepared in a chunk."""
 LARGEST_CODE: Final = 127
 _SCRATCH_BYTES: Final = MAX_ROWS * TILE * 4
 _INT: Final = types.int64
@@ -96,8 +95,10 @@ def _round_group(typing: Any, kind: Any, values: Any, block: Any) -> Any:
         _, values, block = args
         code = Code(builder, GROUP)
         x = code.load_elements(values, IR_TYPES[kind.dtype])
-        sizes = code.call(f"llvm.fabs.v{GROUP}f32", code.floats, x)
-        largest = code.call(f"llvm.vector.reduce.fmaximum.v{GROUP}f32", F32, sizes)
+        # As integers, the bits of positive floats are in the order of these; NaN is the largest.
+        sizes = builder.and_(builder.bitcast(x, code.ints), code.fill(0x7FFFFFFF))
+        largest = code.call(f"llvm.vector.reduce.smax.v{GROUP}i32", I32, sizes)
+        largest = builder.bitcast(largest, F32)
         limit, nothing = ir.Constant(F32, LARGEST_CODE), ir.Constant(F32, 0.0)
         is_zero = builder.fcmp_ordered("==", largest, nothing)
         inverse = builder.select(is_zero, nothing, builder.fdiv(limit, largest))
@@ -136,6 +137,11 @@ def _widen_group(typing: Any, kind: Any, values: Any, block: Any) -> Any:
 @inlined
 def _job(args: int) -> Any:
     return carray(pointer(args), 1, _JOB)[0]
+
+
+@inlined
+def _parts(count: int, size: int) -> int:
+    return (count + size - 1) // size
 
 
 @inlined
@@ -217,8 +223,7 @@ def _write(kind: Any, source: int, out: int, count: int) -> None:
 def _multiply(products: Any, block_bytes: int, args: int, chunk: int, thread: int) -> None:
     """`products` of one tile."""
     job = _job(args)
-    num_parts = (job.num_tiles + job.tiles_per_chunk - 1) // job.tiles_per_chunk
-    panel, part = divmod(chunk, num_parts)
+    panel, part = divmod(chunk, _parts(job.num_tiles, job.tiles_per_chunk))
     first_tile, first_row = part * job.tiles_per_chunk, panel * PANEL_ROWS
     scratch = job.scratch + thread * _SCRATCH_BYTES
     for tile in range(first_tile, min(job.num_tiles, first_tile + job.tiles_per_chunk)):
@@ -280,7 +285,11 @@ _BY_INTEGERS: Final = {(8, False): _int8_by_integers, (4, False): _int4_by_integ
 
 
 @entry
-def _begin(
+def _run(
+    control: int,
+    num_helpers: int,
+    prepare_kernel: int,
+    multiply_kernel: int,
     args: int,
     raw_x: int,
     raw_x_bytes: int,
@@ -291,34 +300,36 @@ def _begin(
     num_inputs: int,
     num_outputs: int,
     max_chunks: int,
-    by_integers: bool,
-) -> int:
-    """Fills the record, which has `x`, `x_bytes`, `raw_kind` and `scratch`; how many chunks it
-    makes."""
+) -> None:
+    """Fills the record, which has `x`, `x_bytes`, `raw_kind` and `scratch`, and does what it
+    says."""
     job = _job(args)
     job.raw_x, job.raw_x_bytes = raw_x, raw_x_bytes
     job.blocks, job.out, job.out_kind = blocks, out, out_kind
     job.num_rows, job.num_inputs, job.num_outputs = num_rows, num_inputs, num_outputs
-    job.num_groups = (num_inputs + GROUP - 1) // GROUP
-    job.num_tiles = (num_outputs + TILE - 1) // TILE
-    job.tiles_per_chunk = (job.num_tiles + max_chunks - 1) // max_chunks
-    if num_rows <= PREPARED_ROWS:
-        _prepare(args, 0, 0, by_integers)
-    num_panels = (num_rows + PANEL_ROWS - 1) // PANEL_ROWS
-    return num_panels * ((job.num_tiles + job.tiles_per_chunk - 1) // job.tiles_per_chunk)
+    job.num_groups = _parts(num_inputs, GROUP)
+    job.num_tiles = _parts(num_outputs, TILE)
+    job.tiles_per_chunk = _parts(job.num_tiles, max_chunks)
+    run_job(control, num_helpers, prepare_kernel, args, _parts(num_rows, PREPARED_ROWS))
+    num_chunks = _parts(num_rows, PANEL_ROWS) * _parts(job.num_tiles, job.tiles_per_chunk)
+    run_job(control, num_helpers, multiply_kernel, args, num_chunks)
 
 
 class QuantizedLinear:
     """Products on a team's threads, with the memory they need, for x of one type. One at a time."""
 
     def __init__(self, team: Team, kind: Any) -> None:
-        self._team = team
+        self._team = team  # lives as long as its handle is used
         self._by_integers = kind is not FLOAT32 and INTEGERS
+        self._kernels = _BY_INTEGERS if self._by_integers else _BY_FLOATS
+        self._kind = KINDS.index(kind)
         self._job = np.zeros(1, _JOB)
-        self._job["raw_kind"] = KINDS.index(kind)
+        self._job["raw_kind"] = self._kind
         self._job["x_bytes"] = X_BYTES[self._by_integers]
         self._scratch = np.empty(team.num_threads * _SCRATCH_BYTES, np.uint8)
         self._job["scratch"] = self._scratch.ctypes.data
+        prepare = _to_integers if self._by_integers else _to_floats
+        self._fixed = (*team.handle, prepare.address)
         self._args = self._job.ctypes.data
         self._max_chunks = CHUNKS_PER_THREAD * team.num_threads if team.num_threads > 1 else 1
         self._num_groups = 0
@@ -340,28 +351,20 @@ class QuantizedLinear:
         """Addresses of x [R, I] with rows `x_bytes` apart, of blocks, and of the result [R, O], in
         x's type or in float32. Float32 scales are for x in float32 only."""
         self._make_room(num_rows * -(-num_inputs // GROUP))
-        num_chunks = _begin(
+        _run(
+            *self._fixed,
+            self._kernels[bits, has_float32_scales].address,
             self._args,
             x,
             x_bytes,
             blocks,
             out,
-            0 if out_is_float32 else int(self._job["raw_kind"][0]),
+            0 if out_is_float32 else self._kind,
             num_rows,
             num_inputs,
             num_outputs,
             self._max_chunks,
-            self._by_integers,
         )
-        if num_rows > PREPARED_ROWS:
-            prepare = _to_integers if self._by_integers else _to_floats
-            self._team.run(prepare.address, self._args, -(-num_rows // PREPARED_ROWS))
-        multiply = self._kernel(bits, has_float32_scales)
-        self._team.run(multiply.address, self._args, num_chunks)
-
-    def _kernel(self, bits: int, has_float32_scales: bool) -> Kernel:
-        kernels = _BY_INTEGERS if self._by_integers else _BY_FLOATS
-        return kernels[bits, has_float32_scales]
 
     def _make_room(self, num_groups: int) -> None:
         if num_groups <= self._num_groups:
