@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from aioengine.layers.quantized import PackedParameter, quantized_linear
+from aioengine.layers.quantized import (
+    PackedParameter,
+    Quantize,
+    quantize_by_torch,
+    quantized_linear,
+)
 from aioengine.layers.team import Team
 
 
@@ -27,6 +32,7 @@ class LayerBackend:
     """Float32 [T, O] from x [T, I] and a weight [O, I]."""
     quantized_linear: Callable[[Tensor, PackedParameter, torch.dtype], Tensor]
     """[T, O] of this type from x [T, I] and a weight [O, I] in blocks."""
+    quantize: Quantize
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """x / rms(x) · weight of [T, D], from the weight [D] and epsilon; the variance in float32."""
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -69,6 +75,7 @@ TORCH: Final = LayerBackend(
     functional.linear,
     _logits,
     quantized_linear,
+    quantize_by_torch,
     _rms_norm,
     _add_rms_norm,
     _silu_mul,
@@ -90,6 +97,7 @@ def layer_backend(device_type: str, dtype: torch.dtype, team: Team | None = None
         cpu.linear,
         cpu.logits,
         cpu.quantized_linear,
+        cpu.quantize,
         cpu.rms_norm,
         cpu.add_rms_norm,
         cpu.silu_mul,

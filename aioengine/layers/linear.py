@@ -50,7 +50,9 @@ class QuantizedWeight:
     ) -> None:
         self._linear = place.backend.quantized_linear
         self._dtype = place.dtype
-        self._matrix, self.parts = packed_parts(stored, sizes, in_features, place.device)
+        self._matrix, self.parts = packed_parts(
+            stored, sizes, in_features, place.device, place.backend.quantize
+        )
 
     def apply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         out_TO = self._linear(x_TI, self._matrix, self._dtype)
