@@ -5,11 +5,10 @@ groups of 32 inputs are searched side by side.
 
 **Eight bits.** The largest weight of a group becomes 127 or -127.
 
-**Four bits.** The smallest and the largest weight of a group become 0 and 15, unless one of a few
-other scales and minima has a smaller squared error. They are found on WALKS walks of FITS steps:
-from codes to the scale and minimum that fit them best, and from these to the nearest codes. The
-first walk begins with the range of the group, others with a wider one or with narrower ones, which
-cut off both ends.
+**Four bits.** Of some scales and minima, those with the least squared error. They are found on
+WALKS walks of FITS steps: from codes to the scale and minimum that fit them best, and from these to
+the nearest codes. One walk begins with the smallest and the largest weight as 0 and 15, some with
+fewer codes, so that what was in 4 bits before is found again, and some cut off both ends.
 """
 
 from typing import Any, Final
@@ -41,8 +40,8 @@ from aioengine.kernels.team import Team
 KINDS: Final = (FLOAT32, BFLOAT16, FLOAT16)
 WALKS: Final = 7
 FITS: Final = 4
-_RANGE: Final = 13.0
-"""Walk i after the first begins with a group's range cut into _RANGE + i steps of the scale."""
+_FEWEST: Final = 12.0
+"""Walk i begins with a group's range cut into _FEWEST + i steps of the scale."""
 _LARGEST_HALF: Final = 65504.0
 _SCRATCH_BYTES: Final = GROUP * TILE * 4
 _INT: Final = types.int64
@@ -162,18 +161,14 @@ class _Block:
         low, high = self.extremes()
         (total,) = self.over_inputs([code.zero], lambda v, sums: [builder.fadd(sums[0], v)])
         distance = builder.fsub(high, low)
-        middle = builder.fmul(builder.fadd(low, high), code.fill(0.5))
         whole = self.half(builder.fdiv(distance, code.fill(15.0))), self.half(low)
 
         def walk(i: Any, best: list[Any]) -> list[Any]:
-            steps = code.splat(builder.fadd(builder.sitofp(i, F32), ir.Constant(F32, _RANGE)))
+            steps = code.splat(builder.fadd(builder.sitofp(i, F32), ir.Constant(F32, _FEWEST)))
+            cut = self.larger(builder.fsub(steps, code.fill(15.0)), code.zero)
             scale = builder.fdiv(distance, steps)
-            minimum = builder.fsub(middle, builder.fmul(scale, code.fill(7.5)))
-            is_first = builder.icmp_signed("==", i, I64(0))
-            start = [
-                builder.select(is_first, begin, self.half(otherwise))
-                for begin, otherwise in zip(whole, (scale, minimum), strict=True)
-            ]
+            minimum = code.fma(builder.fmul(cut, code.fill(0.5)), scale, low)
+            start = self.half(scale), self.half(minimum)
             return code.loop(
                 I64(FITS), [*start, *best], lambda _, state: self.step(list(state), total, whole)
             )[2:]
