@@ -115,11 +115,12 @@ def run_powers_of_two(source: int, count: int, target: int) -> None:
 def test_powers_of_two() -> None:
     """Of any number of elements: whole vectors and what is left."""
     exponents = np.linspace(-126, 127, 1001).astype(np.float32)
+    expected = np.exp2(exponents.astype(np.float64))  # in float32 numpy is off by 2e-7 itself
     for count in (-3, 0, 1, 15, 16, 17, 1001):
         powers = np.full(1001, 3.0, np.float32)
         run_powers_of_two(exponents.ctypes.data, count, powers.ctypes.data)
         done = max(count, 0)
-        np.testing.assert_allclose(powers[:done], np.exp2(exponents[:done]), rtol=2e-7)
+        np.testing.assert_allclose(powers[:done], expected[:done], rtol=2.5e-7)
         assert (powers[done:] == 3).all()
     tiny = np.array([-126.5, -1000.0, -np.inf], np.float32)
     run_powers_of_two(tiny.ctypes.data, 3, tiny.ctypes.data)
