@@ -12,31 +12,24 @@ and there are NUM_REGISTERS of them: 16 and 32 with AVX-512, 8 and 16 with AVX, 
 (NEON), 4 and 16 on anything else. Wider vectors are right as well (LLVM splits them), but those
 that a loop keeps must fit the registers together.
 
-**Cache.** Machine code is kept on disk by numba, per processor and version of numba. numba itself
-takes code for stale when the file of the cached function has another date or size, and looks at no
-module which that function calls into. Ours is stale when the text of that file or of any source of
-this package is another. Only functions at module level are cached, and where no directory can be
-written to, everything is compiled at each start.
+**Cache.** Functions that are called from Python, or by a Team, are cached with all that they call
+(see cache.py); only functions at module level can be.
 """
 
-import hashlib
-import inspect
-import logging
 import platform
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import caching, cgutils
+from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-log = logging.getLogger(__name__)
+from aioengine.kernels.cache import cache_for
 
 FLOAT32: Final = np.float32
 BFLOAT16: Final = np.uint16
@@ -75,50 +68,6 @@ REGISTER_LANES, NUM_REGISTERS = registers_of(platform.machine(), _FEATURES)
 # --- compiling -----------------------------------------------------------------------------------
 
 
-def digest_of(paths: Sequence[Path]) -> str:
-    """Of files: names and contents."""
-    digest = hashlib.sha256()
-    for path in paths:
-        text = path.read_bytes()
-        digest.update(f"{path.name} {len(text)} ".encode() + text)
-    return digest.hexdigest()
-
-
-_SOURCES: Final = sorted(Path(__file__).parent.glob("*.py"))
-_SOURCES_DIGEST: Final = digest_of(_SOURCES)
-
-
-class _Cache(caching.FunctionCache):  # type: ignore[misc] # numba has no types
-    """numba's, with another idea of what is stale."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        file = Path(inspect.getfile(function))
-        digest = _SOURCES_DIGEST if file in _SOURCES else digest_of([*_SOURCES, file])
-        self._cache_file = caching.IndexDataCacheFile(
-            self._cache_path, self._impl.filename_base, digest
-        )
-
-    def load_overload(self, signature: Any, target_context: Any) -> Any:
-        found = super().load_overload(signature, target_context)
-        if found is None:
-            _announce_compiling()
-        return found
-
-
-@cache
-def _announce_compiling() -> None:
-    """Once a process, as it takes seconds in which nothing else is heard of it."""
-    log.info("compiling kernels for this processor; later starts find them in numba's cache")
-
-
-def _cache_for(function: Callable[..., Any]) -> Any:
-    try:
-        return _Cache(function)
-    except RuntimeError:  # "no locator available": no directory that can be written to
-        return caching.NullCache()
-
-
 _OPTIONS: Final = {"nogil": True, "error_model": "numpy"}
 """A division by zero gives infinity, not an exception, which nobody could catch."""
 
@@ -129,7 +78,7 @@ inlined: Final = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS
 def entry(function: Callable[..., Any]) -> Any:
     """A function that Python calls, compiled at its first call; it runs without the GIL."""
     dispatcher = njit(**_OPTIONS)(function)
-    dispatcher._cache = _cache_for(function)
+    dispatcher._cache = cache_for(function)
     return dispatcher
 
 
@@ -157,7 +106,7 @@ class Kernel:
     def _compiled(self) -> Any:
         signature = (types.int64,) * 3, types.void
         compiled: Any = CFunc(self._function, signature, locals={}, options=_OPTIONS)
-        compiled._cache = _cache_for(self._function)
+        compiled._cache = cache_for(self._function)
         compiled.compile()
         return compiled
 
