@@ -20,9 +20,15 @@ MAX_SEED: Final = 2**63 - 1
 
 MAX_TEMPLATE_OUTPUT_CHARS: Final = 2 * MAX_BODY_BYTES
 """A conversation that fills a request body, and as much again around it."""
-MAX_TEMPLATE_ITERATIONS: Final = 200_000
-"""Loop passes and macro calls of one rendering."""
+MAX_TEMPLATE_MADE_CHARS: Final = 2**28
+"""Of everything that one rendering makes on its way."""
+MAX_TEMPLATE_STEPS: Final = 200_000
+"""Loop passes and calls of one rendering."""
+MAX_TEMPLATE_CPU_S: Final = 5.0
+MAX_TEMPLATE_ARGUMENTS: Final = 32
+"""Of one call in a template."""
 MAX_TEMPLATE_EXPONENT: Final = 64
+MAX_TEMPLATE_INT_BITS: Final = 2**12
 
 MAX_METHOD_CHARS: Final = 256
 """Of the name of a `collective_rpc` method."""
