@@ -3,7 +3,22 @@
 from typing import Final
 
 MAX_BODY_BYTES: Final = 8 * 2**20
+MAX_BODIES_BYTES: Final = 2**29
+"""Of all requests in hand."""
+MAX_BODY_SECONDS: Final = 120.0
+"""Until a body has come."""
+MAX_TARGET_BYTES: Final = 8 * 2**10
+"""Of a request line."""
 MAX_HEADER_BYTES: Final = 16 * 2**10
+"""Of one header."""
+MAX_HEADERS: Final = 128
+MAX_HEAD_BYTES: Final = 64 * 2**10
+"""Of a request line with its headers."""
+MAX_CONNECTIONS: Final = 16_384
+MAX_STALL_SECONDS: Final = 120
+"""For a client that reads nothing of what was sent to it."""
+MAX_UNSENT_BYTES: Final = 128 * 2**10
+"""In the kernel, of one connection: more waits here, where events merge."""
 MAX_PROMPTS_PER_REQUEST: Final = 1024
 MAX_CHOICES: Final = 128
 """`n`."""

@@ -5,8 +5,8 @@ import logging
 import random
 import time
 
-from aioengine.api.app import HttpServer
 from aioengine.api.context import Api
+from aioengine.api.server import HttpServer
 from aioengine.checkpoint.source import ModelSource
 from aioengine.control.deadline import wait_first
 from aioengine.control.signals import Signals

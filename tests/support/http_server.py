@@ -13,8 +13,8 @@ from support.fake_leaders import FakeLeader, front_end_with_leaders
 from support.mailbox import LIMIT_S, settle
 from support.tiny_model import ids, served_model
 
-from aioengine.api.app import HttpServer
 from aioengine.api.context import Api
+from aioengine.api.server import HttpServer
 from aioengine.config import EngineConfig
 from aioengine.control.walltime import NO_END, Walltime
 from aioengine.frontend.front_end import FrontEnd
