@@ -31,7 +31,8 @@ PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """To every response, streams and errors included."""
-    response.headers[HEADER] = request[REQUEST_ID]
+    if REQUEST_ID in request:  # else a header was refused before any middleware ran
+        response.headers[HEADER] = request[REQUEST_ID]
     response.headers.update(origin_headers(request, request.app[API].config.allowed_origins))
 
 
