@@ -86,8 +86,9 @@ async def test_each_key_opens_and_none_of_them_what_is_the_admins() -> None:
 
 
 async def test_every_method_of_every_route() -> None:
-    """405 names those that there are; HEAD is GET without its body; OPTIONS is none of ours."""
-    async with serving(admin_api_key="admin") as server:
+    """405 names those that there are; HEAD is GET without its body; OPTIONS is none of ours. (With
+    a failed replica every route answers at once.)"""
+    async with serving(states=["failed"], admin_api_key="admin") as server:
         for path, methods in routes(server.api).items():
             for method in METHODS:
                 answer = await server.ask(method, path + NO_STEPS, headers=bearer("admin"))
@@ -98,7 +99,7 @@ async def test_every_method_of_every_route() -> None:
                     assert answer.status not in (404, 405), (method, path)
                 if method == "HEAD":
                     assert answer.text == ""
-                elif answer.status >= 400:
+                elif answer.status >= 400 and (method not in methods or path not in OPEN):
                     assert answer.error
 
 
