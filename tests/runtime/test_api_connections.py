@@ -104,6 +104,7 @@ async def test_expectations_upgrades_and_encodings_that_are_not_ours(
 async def test_headers_that_are_too_large(
     request_: bytes, expected: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """CVE-2025-48956."""
     async with serving() as server:
         status, _, body = await ask(server.url, request_)
         assert status == expected
@@ -113,7 +114,10 @@ async def test_headers_that_are_too_large(
 
 @pytest.mark.parametrize("opening", [b"", head("GET", "/livez")], ids=["first", "later"])
 async def test_headers_that_never_end(opening: bytes) -> None:
-    """Each within its limit, all together beyond; more than a little more is not even read."""
+    """CVE-2025-48956 (GHSA-rxc4-3w6r-4v47): a header without end exhausted the server's memory.
+
+    Each of these is within its limit, all together are beyond.
+    """
     async with serving() as server, connected(server.url) as (reader, writer):
         if opening:
             writer.write(opening)

@@ -179,6 +179,43 @@ def test_bombs_end_soon_and_small(source: str) -> None:
     assert getrusage(RUSAGE_SELF).ru_maxrss - rss_before_kib < 200 * 2**10
 
 
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "''.__class__.__mro__[1].__subclasses__()",
+        "messages.__init__",
+        "messages[0].__class__",
+        "raise_exception.__globals__",
+        "strftime_now.__code__",
+        "namespace.__init__.__globals__",
+        "cycler.__init__.__globals__",
+        "joiner.__init__.__globals__",
+        "range.__self__",
+        "self.__init__.__globals__",
+        "self._TemplateReference__context",
+        "loop.__init__",
+        "(messages | attr('__class__')).mro()",
+        "[''] | map(attribute='__class__') | list | first",
+        "'{0.__class__}'.format(messages)",
+        "('{0.__class__}' | attr('format'))(messages)",
+        "'{0.__class__}'.format_map({'0': messages})",
+        "messages.sort()",
+        "messages[0].pop('role')",
+        "messages[0].setdefault('a', 1)",
+        "messages | map('__import__') | list",
+    ],
+)
+def test_no_way_out_of_the_sandbox(expression: str) -> None:
+    """CVE-2024-34359: code in the template of a GGUF file ran in the server; CVE-2024-56326,
+    CVE-2025-27516: ways round Jinja's sandbox."""
+    source = "{% for x in [1] %}<{{ " + expression + " }}>{% endfor %}"
+    try:
+        rendered = ChatTemplate(source).render(CHAT)
+    except TemplateError:
+        return
+    assert rendered == "<>"
+
+
 def test_a_rendering_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few steps it needs."""
     monkeypatch.setattr(template_sandbox, "MAX_TEMPLATE_CPU_S", 0.05)
