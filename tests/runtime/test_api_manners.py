@@ -309,6 +309,13 @@ async def test_https(certificate: tuple[str, str]) -> None:
     async with serving(ssl_certfile=cert, ssl_keyfile=key) as server:
         assert server.url.startswith("https://127.0.0.1:")
         assert await get(server.url + "/livez", aiohttp.TCPConnector(ssl=trust)) == 200
+        async with (
+            asyncio.TaskGroup() as tasks,
+            aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(ssl=trust)) as session,
+        ):
+            tasks.create_task(server.play("hé", "llo"))
+            async with session.post(COMPLETIONS, json={**PROMPT, "stream": True}) as response:
+                assert (await response.text()).endswith("data: [DONE]\n\n")
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await get(server.url + "/livez", aiohttp.TCPConnector())
 
