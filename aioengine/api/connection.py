@@ -64,6 +64,9 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._current_request is not None and self._is_broken():
+            # aiohttp answers it afterwards; until then nobody would tell who waits for the body
+            self._current_request.content.set_exception(web.RequestPayloadError("broken framing"))
         if self._waiter is None or self._waiter.done():  # a request is there, and being handled
             self._num_head_bytes = 0
             return
@@ -73,6 +76,10 @@ class Connection(web.RequestHandler):
             body = msgspec.json.encode(refusal.body())
             self.transport.write(REFUSED_HEAD % (len(body), body))
             self.force_close()
+
+    def _is_broken(self) -> bool:
+        """What came last was no HTTP."""
+        return bool(self._messages) and hasattr(self._messages[-1][0], "exc")
 
     def handle_error(
         self,

@@ -68,6 +68,21 @@ async def test_what_is_no_http_gets_400_and_no_traceback(
     assert no_trouble(caplog), caplog.text
 
 
+@pytest.mark.parametrize("rest", [b"zz\r\n", b"5\r\nhelloXX\r\n", b"\0\0"])
+async def test_a_body_that_breaks_off_in_the_middle(
+    rest: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as server, connected(server.url) as (reader, writer):
+        writer.write(head("POST", COMPLETIONS, Transfer_Encoding="chunked") + b"2\r\n{}\r\n")
+        await settle()
+        writer.write(rest)
+        status, _, body = await read_answer(reader)
+        assert (status, b"framing is broken" in body) == (400, True)
+        await reader.read()
+        assert (await server.get("/livez")).status == 200
+    assert no_trouble(caplog), caplog.text
+
+
 async def test_expectations_upgrades_and_encodings_that_are_not_ours(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
