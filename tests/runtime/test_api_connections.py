@@ -1,6 +1,7 @@
 """Connections: what is no HTTP, what is too large or too slow, and how much of it there may be."""
 
 import asyncio
+import contextlib
 import gzip
 import io
 import json
@@ -10,7 +11,7 @@ import socket
 import pytest
 from support.http_server import COMPLETIONS, PROMPT, serving
 from support.mailbox import settle
-from support.raw_http import Streams, ask, connected, head, read_answer
+from support.raw_http import ask, connected, head, read_answer
 from support.tiny_model import ids
 
 from aioengine.api import bodies, connection
@@ -219,34 +220,26 @@ async def test_more_connections_than_there_may_be(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "MAX_CONNECTIONS", 3)
-    async with serving() as server, asyncio.TaskGroup() as tasks:
+    async with serving() as server:
         assert (await server.get("/livez")).status == 200  # the session keeps its connection
         async with connected(server.url), connected(server.url):
             async with connected(server.url) as (reader, _):
                 assert await reader.read() == b""
             assert (await server.get("/livez")).status == 200
-        tasks.create_task(settle())
     assert "a connection was refused: 3 are open" in caplog.text
 
 
 async def test_idle_connections_are_in_nobodys_way() -> None:
     """The sockets of both sides are this process's, so their number is what it may have."""
-    async with serving() as server:
-        idle: list[Streams] = []
-        contexts = []
-        for _ in range(200):
-            context = connected(server.url)
-            contexts.append(context)
-            idle.append(await context.__aenter__())
-        for _, writer in idle[::2]:
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost:")
+    async with serving() as server, contextlib.AsyncExitStack() as stack:
+        for number in range(200):
+            _, writer = await stack.enter_async_context(connected(server.url))
+            if number % 2:
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost:")
         async with asyncio.TaskGroup() as tasks:
             asked = tasks.create_task(server.post(COMPLETIONS, PROMPT))
             await server.play("hi")
         assert asked.result().status == 200
-        for context in contexts:
-            await context.__aexit__(None, None, None)
-        await settle()
 
 
 async def test_little_waits_in_the_kernel_for_a_slow_reader() -> None:
