@@ -35,6 +35,8 @@ from aioengine.kernels.codegen import (
     pointer,
     store_element,
 )
+from aioengine.kernels.programs import op
+from aioengine.kernels.team import run_job
 
 VECTOR: Final = 16
 """Elements worked on at a time: one register of AVX-512, two of AVX2, four of NEON."""
@@ -182,13 +184,13 @@ def _softmax(typing: Any, scores: Any, num_vectors: Any) -> Any:
 
 # --- kernels -----------------------------------------------------------------------------------
 
-TENSORS: Final = ("q", "k", "v", "out")
-"""The first fields of the jobs over a cache: what differs from layer to layer."""
+TENSORS: Final = ("q", "k", "v", "out", "q_stride")
+"""The first fields of the jobs over a cache: what comes with each layer."""
 
 ATTEND: Final = np.dtype(
-    [(name, np.int64) for name in TENSORS]
+    [(name, np.int64) for name in TENSORS]  # q_stride: elements from token to token
     + [
-        ("q_stride", np.int64),  # elements from token to token
+        ("num_chunks", np.int64),
         ("tables", np.int64),  # int64 [R, B]
         ("table_stride", np.int64),
         ("lengths", np.int64),  # int64 [R]
@@ -209,7 +211,7 @@ STORE: Final = np.dtype(
         for name in (
             *("k_new", "v_new", "k", "v"),  # addresses
             *("k_stride", "v_stride"),  # elements from token to token
-            *("slots", "num_tokens"),  # int64 [T]
+            *("num_chunks", "slots", "num_tokens"),  # int64 [T]
             *("num_kv", "head_dim", "block_size"),
         )
     ]
@@ -298,6 +300,24 @@ def attend_float16(args: int, chunk: int, thread: int) -> None:
     _attend_row(FLOAT16, args, chunk, thread)
 
 
+@op
+def attend_layer(
+    control: int,
+    num_helpers: int,
+    kernel_address: int,
+    args: int,
+    q: int,
+    k: int,
+    v: int,
+    out: int,
+    q_stride: int,
+) -> None:
+    """The rest of the record is of the step."""
+    job = carray(pointer(args), 1, ATTEND)[0]
+    job.q, job.k, job.v, job.out, job.q_stride = q, k, v, out, q_stride
+    run_job(control, num_helpers, kernel_address, args, job.num_chunks)
+
+
 @inlined
 def _store(kind: Any, args: int, chunk: int) -> None:
     job = carray(pointer(args), 1, STORE)[0]
@@ -315,6 +335,26 @@ def _store(kind: Any, args: int, chunk: int) -> None:
             for i in range(head_dim):
                 copy_element(kind, k_new + i * size, k + i * block_size * size)
                 copy_element(kind, v_new + i * size, v + i * size)
+
+
+@op
+def store_layer(
+    control: int,
+    num_helpers: int,
+    kernel_address: int,
+    args: int,
+    k_new: int,
+    v_new: int,
+    k: int,
+    v: int,
+    k_stride: int,
+    v_stride: int,
+) -> None:
+    """The rest of the record is of the step."""
+    job = carray(pointer(args), 1, STORE)[0]
+    job.k_new, job.v_new, job.k, job.v = k_new, v_new, k, v
+    job.k_stride, job.v_stride = k_stride, v_stride
+    run_job(control, num_helpers, kernel_address, args, job.num_chunks)
 
 
 @kernel

@@ -61,7 +61,6 @@ TILE_ROWS: Final = 96
 JOB: Final = np.dtype(
     [(name, np.int64) for name in TENSORS]
     + [
-        ("q_stride", np.int64),  # elements from token to token
         ("tables", np.int64),  # int64 [R, B]
         ("table_stride", np.int64),
         ("tiles", np.int64),  # TILE [·]

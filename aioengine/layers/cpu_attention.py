@@ -4,7 +4,7 @@ Shapes: T tokens · R rows · N query heads · K kv heads · G = N / K query hea
 H head_dim · B blocks.
 """
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from aioengine.kernels import attention as decode
 from aioengine.kernels import prefill
-from aioengine.kernels.codegen import Kernel
 from aioengine.kernels.team import Team
 from aioengine.layers.forward_batch import LayerCache, PagedInputs
 
@@ -38,11 +37,43 @@ _LINE_BYTES: Final = 64
 _LOG2_E: Final = 1.4426950408889634
 
 
+class _Job:
+    """The record of a kernel's arguments, which is in the same place for all steps: `begin` fills
+    in what is of the step, and a captured step that is repeated finds it there."""
+
+    def __init__(self, kind: np.dtype[Any]) -> None:
+        self._record = np.zeros(1, kind)
+        self.address: int = self._record.ctypes.data
+
+    def set(self, **fields: float) -> None:
+        for name, value in fields.items():
+            self._record[name] = value
+
+
+class _Heads(NamedTuple):
+    """Of all layers."""
+
+    num_heads: int
+    num_kv: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv
+
+
 class CpuThreads:
-    """What attends on CPU: a team, and scratch memory that grows to what steps need."""
+    """What attends on CPU, one step after the other: a team, the records of its jobs, and scratch
+    memory that grows to what steps need."""
 
     def __init__(self, team: Team) -> None:
         self.team = team
+        self.store = _Job(decode.STORE)
+        self.decode = _Job(decode.ATTEND)
+        self.prefill = _Job(prefill.JOB)
+        self.heads: _Heads | None = None
+        """As the latest step had them."""
         self._scratch = np.empty(0, np.float32)
 
     def scratch(self, floats_per_thread: int) -> int:
@@ -57,28 +88,6 @@ class CpuThreads:
         return CpuAttention(inputs, self)
 
 
-class _Job:
-    """A kernel and its record of arguments. The first fields are addresses that differ per layer;
-    setting them is most of what a small job costs, hence the memoryview."""
-
-    def __init__(self, kernel: Kernel, kind: np.dtype[Any], num_chunks: int) -> None:
-        self._kernel = kernel.address
-        self._record = np.zeros(1, kind)
-        words: Any = self._record.view(np.int64)
-        self._words = memoryview(words)
-        self._args = self._record.ctypes.data
-        self._num_chunks = num_chunks
-
-    def set(self, **fields: float) -> None:
-        for name, value in fields.items():
-            self._record[name] = value
-
-    def run(self, team: Team, *tensors: Tensor) -> None:
-        for i, tensor in enumerate(tensors):
-            self._words[i] = tensor.data_ptr()
-        team.run(self._kernel, self._args, self._num_chunks)
-
-
 class CpuAttention:
     """Keys lie as [block, K, H, slot] and values as [block, K, slot, H]; blocks are of a multiple
     of VECTOR slots.
@@ -90,69 +99,83 @@ class CpuAttention:
     def __init__(self, inputs: PagedInputs, threads: CpuThreads) -> None:
         self._inputs = inputs
         self._threads = threads
-        self._store: _Job | None = None
-        self._jobs: list[_Job] | None = None
-        self._out_TNH: Tensor
+        self._out_TNH: Tensor | None = None
         self._tiles = np.empty(0, prefill.TILE)
+        assert inputs.block_table_RB.stride(1) == 1
+        num_tokens = len(inputs.slot_mapping_T)
+        threads.store.set(
+            num_chunks=-(-num_tokens // decode.STORED_TOKENS),
+            slots=inputs.slot_mapping_T.data_ptr(),
+            num_tokens=num_tokens,
+            block_size=inputs.block_size,
+        )
+        if threads.heads is not None:
+            self._set_jobs(threads.heads)
 
     def write_kv(self, cache: LayerCache, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        num_tokens, num_kv, head_dim = k_TKH.shape
+        _, num_kv, head_dim = k_TKH.shape
         assert k_TKH.stride()[1:] == v_TKH.stride()[1:] == (head_dim, 1)
-        if self._store is None:
-            num_chunks = -(-num_tokens // decode.STORED_TOKENS)
-            self._store = _Job(_STORE[k_TKH.element_size()], decode.STORE, num_chunks)
-            self._store.set(
-                k_stride=k_TKH.stride(0),
-                v_stride=v_TKH.stride(0),
-                slots=self._inputs.slot_mapping_T.data_ptr(),
-                num_tokens=num_tokens,
-                num_kv=num_kv,
-                head_dim=head_dim,
-                block_size=self._inputs.block_size,
-            )
-        self._store.run(self._threads.team, k_TKH, v_TKH, cache.k, cache.v)
+        team, job = self._threads.team, self._threads.store
+        job.set(num_kv=num_kv, head_dim=head_dim)
+        team.call(
+            decode.store_layer,
+            *team.handle,
+            _STORE[k_TKH.element_size()].address,
+            job.address,
+            k_TKH.data_ptr(),
+            v_TKH.data_ptr(),
+            cache.k.data_ptr(),
+            cache.v.data_ptr(),
+            k_TKH.stride(0),
+            v_TKH.stride(0),
+        )
 
     def attend(self, cache: LayerCache, q_TNH: Tensor) -> Tensor:
-        if self._jobs is None:  # for all layers of the step, which are alike
+        _, num_heads, head_dim = q_TNH.shape
+        assert q_TNH.stride()[1:] == (head_dim, 1)
+        heads = _Heads(num_heads, cache.k.shape[1], head_dim, q_TNH.dtype)
+        threads, team = self._threads, self._threads.team
+        if heads != threads.heads:
+            threads.heads = heads
+            self._set_jobs(heads)
+        if self._out_TNH is None:  # for all layers of the step
             self._out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
-            self._jobs = self._make_jobs(q_TNH, cache.k.shape[1])
-        for job in self._jobs:
-            job.run(self._threads.team, q_TNH, cache.k, cache.v)
+        tensors = (q_TNH, cache.k, cache.v, self._out_TNH)
+        layer = (*(tensor.data_ptr() for tensor in tensors), q_TNH.stride(0))
+        if self._inputs.num_decodes:
+            kernel, job = _DECODE[q_TNH.dtype], threads.decode
+            team.call(decode.attend_layer, *team.handle, kernel.address, job.address, *layer)
+        if len(self._tiles):
+            kernel, job = _PREFILL[q_TNH.dtype], threads.prefill
+            job.set(**dict(zip(decode.TENSORS, layer, strict=True)))
+            team.run(kernel.address, job.address, len(self._tiles) * heads.num_kv)
         return self._out_TNH
 
-    def _make_jobs(self, q_TNH: Tensor, num_kv: int) -> list[_Job]:
-        num_heads, head_dim = q_TNH.shape[1:]
-        assert q_TNH.stride()[1:] == (head_dim, 1)
-        assert self._inputs.block_table_RB.stride(1) == 1
-        inputs, group = self._inputs, num_heads // num_kv
+    def _set_jobs(self, heads: _Heads) -> None:
+        """What all layers of the step have in common."""
+        inputs, threads = self._inputs, self._threads
         longest = max(inputs.context_lens[: inputs.num_decodes], default=0)
-        room = decode.scratch_room(longest, head_dim)
-        floats = prefill.scratch_floats(group, head_dim)
-        scratch = self._threads.scratch(max(3 * decode.MAX_HEADS * room, floats))
-        self._tiles = _tiles(inputs, prefill.tokens_of_tile(group))
-        jobs = []
-        if inputs.num_decodes:
-            job = _Job(_DECODE[q_TNH.dtype], decode.ATTEND, inputs.num_decodes * num_kv)
-            job.set(lengths=inputs.context_lens_R.data_ptr(), room=room)
-            jobs.append(job)
+        room = decode.scratch_room(longest, heads.head_dim)
+        floats = prefill.scratch_floats(heads.group, heads.head_dim)
+        self._tiles = _tiles(inputs, prefill.tokens_of_tile(heads.group))
+        common = {
+            "tables": inputs.block_table_RB.data_ptr(),
+            "table_stride": inputs.block_table_RB.stride(0),
+            "num_kv": heads.num_kv,
+            "group": heads.group,
+            "head_dim": heads.head_dim,
+            "block_size": inputs.block_size,
+            "scratch": threads.scratch(max(3 * decode.MAX_HEADS * room, floats)),
+            "scale": heads.head_dim**-0.5 * _LOG2_E,
+        }
+        threads.decode.set(
+            num_chunks=inputs.num_decodes * heads.num_kv,
+            lengths=inputs.context_lens_R.data_ptr(),
+            room=room,
+            **common,
+        )
         if len(self._tiles):
-            job = _Job(_PREFILL[q_TNH.dtype], prefill.JOB, len(self._tiles) * num_kv)
-            job.set(tiles=self._tiles.ctypes.data, scratch_floats=floats)
-            jobs.append(job)
-        for job in jobs:
-            job.set(
-                out=self._out_TNH.data_ptr(),
-                q_stride=q_TNH.stride(0),
-                tables=inputs.block_table_RB.data_ptr(),
-                table_stride=inputs.block_table_RB.stride(0),
-                num_kv=num_kv,
-                group=group,
-                head_dim=head_dim,
-                block_size=inputs.block_size,
-                scratch=scratch,
-                scale=head_dim**-0.5 * _LOG2_E,
-            )
-        return jobs
+            threads.prefill.set(tiles=self._tiles.ctypes.data, scratch_floats=floats, **common)
 
 
 def _tiles(inputs: PagedInputs, most: int) -> np.ndarray[Any, Any]:

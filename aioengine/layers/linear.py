@@ -49,12 +49,13 @@ class QuantizedWeight:
         self, stored: Format, sizes: Sequence[int], in_features: int, place: Placement
     ) -> None:
         self._linear = place.backend.quantized_linear
+        self._add = place.backend.add
         self._dtype = place.dtype
         self._matrix, self.parts = packed_parts(stored, sizes, in_features, place.device)
 
     def apply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         out_TO = self._linear(x_TI, self._matrix, self._dtype)
-        return out_TO if bias_O is None else out_TO.add_(bias_O)
+        return out_TO if bias_O is None else self._add(out_TO, bias_O)
 
 
 class SideBySide:
@@ -130,6 +131,7 @@ class RowParallelLinear(ShardedModule):
         super().__init__()
         assert inputs.dim == 1
         self.tp = place.tp
+        self.add = place.backend.add
         self._weight = weight_of([out_features], [place.format], inputs.local_size, place)
         (self.weight,) = self._weight.parts
         self.bias = place.empty(out_features) if bias else None
@@ -139,4 +141,4 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         x_TO = self.tp.all_reduce(self._weight.apply(x_TI))
-        return x_TO if self.bias is None else x_TO + self.bias
+        return x_TO if self.bias is None else self.add(x_TO, self.bias)
