@@ -21,6 +21,7 @@ from aioengine.kernels.codegen import (
     IR_TYPES,
     Code,
     bytes_of,
+    copy_element,
     element_bytes,
     inlined,
     kernel,
@@ -208,6 +209,17 @@ def _add_rows(kind: Any, args: int, chunk: int) -> None:
 
 
 @inlined
+def _copy_rows(kind: Any, args: int, chunk: int) -> None:
+    job = carray(pointer(args), 1, _JOB)[0]
+    size = element_bytes(kind)
+    first = chunk * job.rows_per_chunk
+    for row in range(first, min(first + job.rows_per_chunk, job.num_rows)):
+        x, out = job.x + row * job.x_bytes, job.out + row * job.out_bytes
+        for i in range(job.num_features):
+            copy_element(kind, x + i * size, out + i * size)
+
+
+@inlined
 def _gate_rows(kind: Any, args: int, chunk: int) -> None:
     job = carray(pointer(args), 1, _JOB)[0]
     first = chunk * job.rows_per_chunk
@@ -251,6 +263,16 @@ def _add_float32(args: int, chunk: int, thread: int) -> None:
 
 
 @kernel
+def _copy_4_bytes(args: int, chunk: int, thread: int) -> None:
+    _copy_rows(FLOAT32, args, chunk)
+
+
+@kernel
+def _copy_2_bytes(args: int, chunk: int, thread: int) -> None:
+    _copy_rows(BFLOAT16, args, chunk)
+
+
+@kernel
 def _gate_float32(args: int, chunk: int, thread: int) -> None:
     _gate_rows(FLOAT32, args, chunk)
 
@@ -291,9 +313,9 @@ def _rotate_float16(args: int, chunk: int, thread: int) -> None:
 
 
 _KERNELS: Final[dict[Any, Any]] = {
-    FLOAT32: (_norm_float32, _add_float32, _gate_float32, _rotate_float32),
-    BFLOAT16: (_norm_bfloat16, _add_bfloat16, _gate_bfloat16, _rotate_bfloat16),
-    FLOAT16: (_norm_float16, _add_float16, _gate_float16, _rotate_float16),
+    FLOAT32: (_norm_float32, _add_float32, _copy_4_bytes, _gate_float32, _rotate_float32),
+    BFLOAT16: (_norm_bfloat16, _add_bfloat16, _copy_2_bytes, _gate_bfloat16, _rotate_bfloat16),
+    FLOAT16: (_norm_float16, _add_float16, _copy_2_bytes, _gate_float16, _rotate_float16),
 }
 
 
@@ -342,7 +364,7 @@ class Elementwise:
         self._team = team  # lives as long as its handle is used
         self._size = np.dtype(kind).itemsize
         self._job = np.zeros(1, _JOB)
-        self._norm, self._add, self._gate, self._rotate = (
+        self._norm, self._add, self._copy, self._gate, self._rotate = (
             (*team.handle, kernel.address, self._job.ctypes.data) for kernel in _KERNELS[kind]
         )
 
@@ -389,6 +411,28 @@ class Elementwise:
             row,
             y,
             y_bytes,
+            0,
+            0,
+            0,
+            num_rows,
+            num_features,
+            1,
+            0.0,
+        )
+
+    def copy(
+        self, out: int, out_bytes: int, x: int, x_bytes: int, num_rows: int, num_features: int
+    ) -> None:
+        """[T, D], as it is."""
+        self._team.call(
+            _run,
+            *self._copy,
+            out,
+            out_bytes,
+            x,
+            x_bytes,
+            0,
+            0,
             0,
             0,
             0,

@@ -163,6 +163,15 @@ class Program:
         self._words.extend(ints)
         self._words.frombytes(array("d", floats).tobytes())
 
+    def add_compiled(
+        self, function: Any, ints: Sequence[int], on_failure: Callable[[int], None]
+    ) -> None:
+        """The same for a function of numba's that takes int64 alone."""
+        self.add(c_address(function, (types.int64,) * len(ints)), ints, (), on_failure)
+
+    def add_op(self, op: Op, args: Sequence[Any]) -> None:
+        self.add(op.address, args[: op.num_ints], args[op.num_ints :])
+
     def finish(self) -> None:
         """There are no more calls; `replay` may follow."""
         self._table = np.zeros(self.num_calls, _CALL)

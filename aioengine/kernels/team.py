@@ -41,7 +41,7 @@ from aioengine.kernels.atomics import (
 )
 from aioengine.kernels.clock import now
 from aioengine.kernels.codegen import I64, entry, inlined, pointer
-from aioengine.kernels.programs import Op
+from aioengine.kernels.programs import Op, Program
 
 PAUSE_NS: Final = 20_000
 AWAKE_NS: Final = 1_000_000
@@ -244,6 +244,10 @@ class Team:
             _run(self._control, self._num_helpers, kernel, args, num_chunks)
         else:
             _run_alone(kernel, args, num_chunks)
+
+    def new_program(self) -> Program:
+        """An empty one. Its ops must be of a team that lives."""
+        return Program()
 
     @property
     def handle(self) -> tuple[int, int]:

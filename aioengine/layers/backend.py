@@ -5,7 +5,7 @@ F = H / 2.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +30,8 @@ class LayerBackend:
     """Float32 [T, O] from x [T, I] and a weight [O, I]."""
     quantized_linear: Callable[[Tensor, PackedParameter, torch.dtype], Tensor]
     """[T, O] of this type from x [T, I] and a weight [O, I] in blocks."""
+    side_by_side: Callable[[Sequence[Tensor]], Tensor]
+    """[T, O] from the columns of several."""
     add: Callable[[Tensor, Tensor], Tensor]
     """x + y of [T, D] and [T, D] or [D], in the type of both."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -63,6 +65,10 @@ def _rows(rows_T: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _logits(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return functional.linear(x_TI, weight_OI).float()
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tuple(parts), dim=1)
 
 
 def _rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -100,6 +106,7 @@ TORCH: Final = LayerBackend(
     functional.linear,
     _logits,
     quantized_linear,
+    _side_by_side,
     torch.add,
     _rms_norm,
     _add_rms_norm,
@@ -124,6 +131,7 @@ def layer_backend(device_type: str, dtype: torch.dtype, team: Team | None = None
         cpu.linear,
         cpu.logits,
         cpu.quantized_linear,
+        cpu.side_by_side,
         cpu.add,
         cpu.rms_norm,
         cpu.add_rms_norm,

@@ -4,6 +4,7 @@ Shapes: T tokens · I input features · O output features · D hidden size · M 
 F = H / 2.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -124,6 +125,24 @@ class CpuBackend:
             num_inputs,
             num_outputs,
         )
+        return out_TO
+
+    def side_by_side(self, parts: Sequence[Tensor]) -> Tensor:
+        num_rows, width = len(parts[0]), sum(part.shape[1] for part in parts)
+        out_TO = parts[0].new_empty(num_rows, width)
+        place = out_TO.data_ptr()
+        for part_TO in parts:
+            num_columns = part_TO.shape[1]
+            assert part_TO.stride(1) == 1
+            self._elementwise.copy(
+                place,
+                width * self._size,
+                part_TO.data_ptr(),
+                part_TO.stride(0) * self._size,
+                num_rows,
+                num_columns,
+            )
+            place += num_columns * self._size
         return out_TO
 
     def add(self, x_TD: Tensor, y: Tensor) -> Tensor:

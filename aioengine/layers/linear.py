@@ -6,7 +6,6 @@ Shapes: T tokens · I input features · O output features, each as many as this 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from aioengine.layers.module import Placement, ShardedModule, whole
@@ -61,13 +60,14 @@ class QuantizedWeight:
 class SideBySide:
     """Parts that do not fit one matrix: a product each."""
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
+    def __init__(self, weights: Sequence[Weight], place: Placement) -> None:
+        self._backend = place.backend
         self._weights = weights
         self.parts = [part for weight in weights for part in weight.parts]
 
     def apply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        out_TO = torch.cat([weight.apply(x_TI) for weight in self._weights], dim=1)
-        return out_TO if bias_O is None else out_TO.add_(bias_O)
+        out_TO = self._backend.side_by_side([weight.apply(x_TI) for weight in self._weights])
+        return out_TO if bias_O is None else self._backend.add(out_TO, bias_O)
 
 
 def weight_of(
@@ -78,7 +78,7 @@ def weight_of(
     if len(set(formats)) > 1 or (formats[0] is not None and not fills_tiles):
         parts = zip(sizes, formats, strict=True)
         return SideBySide(
-            [weight_of([size], [stored], in_features, place) for size, stored in parts]
+            [weight_of([size], [stored], in_features, place) for size, stored in parts], place
         )
     if formats[0] is None:
         return DenseWeight(sizes, in_features, place)

@@ -161,6 +161,12 @@ def test_angles(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_side_by_side(dtype: torch.dtype) -> None:
+    parts = random(70, 57, dtype=dtype).split_with_sizes((1, 16, 40), dim=1)
+    assert torch.equal(ours(dtype, 3).side_by_side(parts), torch.cat(parts, dim=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_sums(dtype: torch.dtype) -> None:
     x_TD, bias_D = random(70, 57, dtype=dtype), random(57, dtype=dtype)
     for y in (x_TD.flip(0), bias_D):
