@@ -131,15 +131,12 @@ class Program:
     """Calls in order. `replay` belongs to one thread at a time; any thread may read `position`."""
 
     def __init__(self) -> None:
+        self.num_calls = 0
         self._calls: list[tuple[int, int, int]] = []
         self._words = array("q")
         self._on_failure: dict[int, Callable[[int], None]] = {}
         self._table = np.zeros(0, _CALL)
         self._state = np.zeros(3, np.int64)
-
-    @property
-    def num_calls(self) -> int:
-        return len(self._calls)
 
     @property
     def position(self) -> int:
@@ -160,6 +157,7 @@ class Program:
         if on_failure is not None:
             self._on_failure[self.num_calls] = on_failure
         self._calls.append((function, len(ints), len(floats)))
+        self.num_calls += 1
         self._words.extend(ints)
         self._words.frombytes(array("d", floats).tobytes())
 
@@ -180,6 +178,7 @@ class Program:
             call["function"], call["num_ints"], call["num_floats"] = noted
             call["args"] = args
             args += 8 * sum(noted[1:])
+        self._calls.clear()
         self._state[0] = self.num_calls
 
     def replay(self, times: NDArray[np.int64] | None = None) -> None:

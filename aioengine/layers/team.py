@@ -19,8 +19,7 @@ class Op(Protocol):
 class Program(Protocol):
     """See kernels.programs.Program."""
 
-    @property
-    def num_calls(self) -> int: ...
+    num_calls: int
 
     @property
     def position(self) -> int: ...

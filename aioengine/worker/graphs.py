@@ -41,7 +41,7 @@ class StepGraphs:
     def __init__(
         self,
         compute: Compute,
-        probes: Callable[[], list[Probe]],
+        probes: list[Probe],
         *,
         team: Team | None,
         tp: GroupCoordinator,
@@ -85,7 +85,7 @@ class StepGraphs:
         attention = [
             Probe(batch.attention, name, Kind.ATTENTION) for name in ("write_kv", "attend")
         ]
-        recorder.install(Lane.DEVICE, [*self._probes(), *attention])
+        recorder.install(Lane.DEVICE, [*self._probes, *attention])
         try:
             with capture:
                 result = self._compute(inputs.batch, inputs.hidden_TD)
@@ -137,7 +137,8 @@ class _Graph:
         activity: Activity,
     ) -> None:
         """`spans` count calls instead of nanoseconds."""
-        self._capture = capture
+        self._capture: Capture | None = capture
+        """Until the first repetition."""
         self._program = capture.program
         self._inputs = inputs
         self._result = result
@@ -147,7 +148,6 @@ class _Graph:
         self._kinds = [kind for kind, _, _ in spans]
         self._begins, self._ends = (np.array([span[i] for span in spans]) for i in (1, 2))
         self._times = np.zeros(self._program.num_calls + 1, np.int64)
-        self._is_new = True
 
     def replay(
         self,
@@ -155,9 +155,9 @@ class _Graph:
         hidden_TD: Tensor | None,
         on_spans: Callable[[Iterable[Span]], None] | None,
     ) -> Tensor:
-        if self._is_new:
+        if self._capture is not None:
             self._capture.spoil()
-            self._is_new = False
+            self._capture = None
         self._inputs.fill(batch, hidden_TD)
         with self._activity.follow(self):
             self._program.replay(None if on_spans is None else self._times)

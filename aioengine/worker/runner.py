@@ -377,7 +377,7 @@ class Worker:
         assert self._groups is not None
         self._graphs = StepGraphs(
             self._decode,
-            self._stage_probes,
+            self._stage_probes(),
             team=self._team,
             tp=self._groups.tp,
             activity=self.activity,
