@@ -2,15 +2,15 @@
 
 Shapes: T rows of x · I input features · O output features.
 
-**A chunk** is a block of outputs of a block of rows. Its tiles (see tiles.py) read weights in one
-of two forms, with the same results:
+**A chunk** is a block of outputs of a block of rows. Its tiles read weights in one of three forms:
 
-- as they lie, widened on the way. For few rows: the memory's speed is the limit, and the rows after
-  the first find the block in cache.
-- unpacked to float32, the chunk's block at once. For many rows, which share that work.
+- bfloat16 as they lie, where the processor has dot products of them (see dots.py).
+- Otherwise (see tiles.py) as they lie, widened to float32 on the way. For few rows: the memory's
+  speed is the limit, and the rows after the first find the block in cache.
+- Or unpacked to float32, the chunk's block at once, with the same results. For many rows, which
+  share that work.
 
-A row's results are the same to the last bit whatever other rows there are, however many threads,
-and in either form.
+A row's results are the same to the last bit whatever other rows there are and however many threads.
 """
 
 from typing import Any, Final
@@ -28,13 +28,14 @@ from aioengine.kernels.codegen import (
     load_element,
     pointer,
 )
+from aioengine.kernels.dots import HAS_DOTS, MAX_DOT_INPUTS, MAX_DOT_ROWS, multiply_by_dots
 from aioengine.kernels.programs import op
 from aioengine.kernels.team import Team, run_job
 from aioengine.kernels.tiles import BLOCK_OUTPUTS, UNIT, multiply_block, round_row, unpack
 
-BLOCK_ROWS: Final = 256
+MAX_BLOCK_ROWS: Final = 256
 MAX_BLOCK_INPUTS: Final = 1024
-"""A tile's rows and outputs over this many inputs fit the first-level cache."""
+"""A tile's rows and outputs over this many inputs, as float32, fit the first-level cache."""
 UNPACKED_ROWS: Final = 16
 """From here on weights are unpacked."""
 ROWS_PER_CHUNK: Final = 16
@@ -44,7 +45,7 @@ _JOB: Final = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "x",  # float32 in units, [T, x_bytes]
+            "x",  # as tiles read it: bfloat16 as it lies, or float32 in units, [T, x_bytes]
             "x_bytes",
             "own_x",  # memory for it
             "raw_x",  # what it is made from, [T, raw_x_bytes]
@@ -57,14 +58,24 @@ _JOB: Final = np.dtype(
             "num_rows",
             "num_inputs",
             "num_outputs",
+            "block_rows",
             "block_inputs",
             "unpacks",
             "scratch",  # [threads, _SCRATCH_BYTES]
         )
     ]
 )
-_SUMS_BYTES: Final = BLOCK_ROWS * BLOCK_OUTPUTS * 4
+_SUMS_BYTES: Final = MAX_BLOCK_ROWS * BLOCK_OUTPUTS * 4
 _SCRATCH_BYTES: Final = _SUMS_BYTES + BLOCK_OUTPUTS * MAX_BLOCK_INPUTS * 4
+
+
+@inlined
+def _block_of(job: Any, chunk: int) -> tuple[int, int, int, int]:
+    """First row and output of a chunk's block, and how many of each."""
+    row_block, output_block = divmod(chunk, _blocks(job.num_outputs, BLOCK_OUTPUTS))
+    row, output = row_block * job.block_rows, output_block * BLOCK_OUTPUTS
+    num_rows = min(job.block_rows, job.num_rows - row)
+    return row, output, num_rows, min(BLOCK_OUTPUTS, job.num_outputs - output)
 
 
 @inlined
@@ -80,13 +91,24 @@ def _start_sums(kind: Any, bias: int, num_rows: int, num_outputs: int, sums: int
 
 
 @inlined
+def _round_sums(
+    kind: Any, job: Any, row: int, output: int, num_rows: int, num_outputs: int, sums: int
+) -> None:
+    """To where the block's results belong."""
+    for i in range(num_rows):
+        source = sums + i * BLOCK_OUTPUTS * 4
+        out = job.out + (row + i) * job.out_bytes
+        if job.out_is_float32:
+            round_row(FLOAT32, source, num_outputs, out + output * 4)
+        else:
+            round_row(kind, source, num_outputs, out + output * element_bytes(kind))
+
+
+@inlined
 def _product(kind: Any, args: int, chunk: int, thread: int) -> None:
     job = carray(pointer(args), 1, _JOB)[0]
     size = element_bytes(kind)
-    row_block, output_block = divmod(chunk, _blocks(job.num_outputs, BLOCK_OUTPUTS))
-    row, output = row_block * BLOCK_ROWS, output_block * BLOCK_OUTPUTS
-    num_rows = min(BLOCK_ROWS, job.num_rows - row)
-    num_outputs = min(BLOCK_OUTPUTS, job.num_outputs - output)
+    row, output, num_rows, num_outputs = _block_of(job, chunk)
     weight_bytes = job.num_inputs * size
     sums = job.scratch + thread * _SCRATCH_BYTES
     unpacked = sums + _SUMS_BYTES
@@ -128,13 +150,31 @@ def _product(kind: Any, args: int, chunk: int, thread: int) -> None:
                 units,
                 sums,
             )
-    for i in range(num_rows):
-        source = sums + i * BLOCK_OUTPUTS * 4
-        out = job.out + (row + i) * job.out_bytes
-        if job.out_is_float32:
-            round_row(FLOAT32, source, num_outputs, out + output * 4)
-        else:
-            round_row(kind, source, num_outputs, out + output * size)
+    _round_sums(kind, job, row, output, num_rows, num_outputs, sums)
+
+
+@inlined
+def _product_by_dots(args: int, chunk: int, thread: int) -> None:
+    """Of bfloat16, with x and the weight as they lie."""
+    job = carray(pointer(args), 1, _JOB)[0]
+    row, output, num_rows, num_outputs = _block_of(job, chunk)
+    weight_bytes = job.num_inputs * 2
+    sums = job.scratch + thread * _SCRATCH_BYTES
+    bias = job.bias + output * 2 if job.bias else 0
+    _start_sums(BFLOAT16, bias, num_rows, num_outputs, sums)
+    multiply_by_dots(
+        num_rows,
+        num_outputs,
+        job.num_inputs,
+        job.block_inputs,
+        job.x + row * job.x_bytes,
+        job.x_bytes,
+        job.weight + output * weight_bytes,
+        weight_bytes,
+        job.weight + job.num_outputs * weight_bytes,
+        sums,
+    )
+    _round_sums(BFLOAT16, job, row, output, num_rows, num_outputs, sums)
 
 
 @inlined
@@ -162,6 +202,11 @@ def _multiply_bfloat16(args: int, chunk: int, thread: int) -> None:
 
 
 @kernel
+def _dot_bfloat16(args: int, chunk: int, thread: int) -> None:
+    _product_by_dots(args, chunk, thread)
+
+
+@kernel
 def _multiply_float16(args: int, chunk: int, thread: int) -> None:
     _product(FLOAT16, args, chunk, thread)
 
@@ -181,9 +226,10 @@ def _unpack_float16(args: int, chunk: int, thread: int) -> None:
     _unpack_rows(FLOAT16, args, chunk)
 
 
+# Without a kernel that unpacks, x is read as it lies.
 _KERNELS: Final[dict[Any, Any]] = {
     FLOAT32: (_unpack_float32, _multiply_float32),
-    BFLOAT16: (_unpack_bfloat16, _multiply_bfloat16),
+    BFLOAT16: (None, _dot_bfloat16) if HAS_DOTS else (_unpack_bfloat16, _multiply_bfloat16),
     FLOAT16: (_unpack_float16, _multiply_float16),
 }
 
@@ -219,16 +265,19 @@ def _run(
     job.num_rows = num_rows
     job.num_inputs = num_inputs
     job.num_outputs = num_outputs
-    blocks = _blocks(num_inputs, MAX_BLOCK_INPUTS)
+    by_dots = unpack_kernel == 0
+    blocks = _blocks(num_inputs, MAX_DOT_INPUTS if by_dots else MAX_BLOCK_INPUTS)
     job.block_inputs = _blocks(_blocks(num_inputs, blocks), UNIT) * UNIT
+    blocks = _blocks(num_rows, MAX_DOT_ROWS if by_dots else MAX_BLOCK_ROWS)
+    job.block_rows = _blocks(num_rows, blocks)
     has_whole_units = num_inputs % UNIT == 0
     job.unpacks = not has_whole_units or (num_rows >= UNPACKED_ROWS and size != 4)
-    if has_whole_units and size == 4:
+    if by_dots or (has_whole_units and size == 4):
         job.x, job.x_bytes = raw_x, raw_x_bytes
     else:
         job.x, job.x_bytes = job.own_x, _blocks(num_inputs, UNIT) * UNIT * 4
         run_job(control, num_helpers, unpack_kernel, args, _blocks(num_rows, ROWS_PER_CHUNK))
-    num_chunks = _blocks(num_rows, BLOCK_ROWS) * _blocks(num_outputs, BLOCK_OUTPUTS)
+    num_chunks = blocks * _blocks(num_outputs, BLOCK_OUTPUTS)
     run_job(control, num_helpers, multiply_kernel, args, num_chunks)
 
 
@@ -239,7 +288,9 @@ class Linear:
         self._team = team  # lives as long as its handle is used
         self._size = np.dtype(kind).itemsize
         self._job = np.zeros(1, _JOB)
-        addresses = (kernel.address for kernel in _KERNELS[kind])
+        unpack_kernel, multiply_kernel = _KERNELS[kind]
+        self._unpacks = unpack_kernel is not None
+        addresses = unpack_kernel.address if self._unpacks else 0, multiply_kernel.address
         self._fixed = (*team.handle, *addresses, self._job.ctypes.data)
         self._scratch, self._job["scratch"] = _aligned(team.num_threads * _SCRATCH_BYTES)
         self._x_bytes = 0
@@ -260,7 +311,7 @@ class Linear:
         and the result [T, O]. All of this product's type; the result float32 where `out_size`, the
         bytes of an element, is 4."""
         needed = num_rows * (num_inputs + UNIT) * 4
-        if needed > self._x_bytes:
+        if self._unpacks and needed > self._x_bytes:
             self._x, self._job["own_x"] = _aligned(needed)
             self._x_bytes = needed
         self._team.call(

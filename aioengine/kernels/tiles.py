@@ -51,7 +51,7 @@ _TILES: Final = (
 )
 """Outputs of a tile of 1, 2, … rows, where weights are words of bfloat16, and where not. Sums, a
 vector of each row, the words and a mask must fit the registers."""
-_LINE_BYTES: Final = 64
+LINE_BYTES: Final = 64
 _INT: Final = types.int64
 
 
@@ -70,13 +70,14 @@ def _unit_vectors(code: Code, element: Any, address: Any) -> list[Any]:
     return [builder.bitcast(half, code.floats) for half in (even, odd)]
 
 
-def _prefetch(code: Code, address: Any) -> None:
+def prefetch(code: Code, address: Any, locality: int = 3) -> None:
+    """The line of an address, into the first-level (3) or second-level (2) cache."""
     builder = code.builder
     byte = builder.inttoptr(address, I8.as_pointer())
-    code.call("llvm.prefetch.p0i8", ir.VoidType(), byte, I32(0), I32(3), I32(1))
+    code.call("llvm.prefetch.p0i8", ir.VoidType(), byte, I32(0), I32(locality), I32(1))
 
 
-def _sum_lanes(code: Code, totals: list[Any]) -> Any:
+def sum_lanes(code: Code, totals: list[Any]) -> Any:
     """The sums of up to four vectors side by side: halves are added until four lanes are left, then
     neighbours, of two vectors at a time."""
     builder = code.builder
@@ -102,7 +103,7 @@ def _sum_lanes(code: Code, totals: list[Any]) -> Any:
     return neighbours(neighbours(a, b), neighbours(c, d))
 
 
-def _add_to(code: Code, four: Any, num_outputs: int, address: Any) -> None:
+def add_to(code: Code, four: Any, num_outputs: int, address: Any) -> None:
     """Adds the first lanes to float32 in memory."""
     builder = code.builder
     if num_outputs == 4:
@@ -150,14 +151,14 @@ def _emit_tile(code: Code, element: Any, rows: int, outputs: int, given: _Operan
                     j = row * outputs + output
                     totals[j] = code.fma(value, units[output][half], totals[j])
         line = builder.add(given.coming, builder.mul(here, code.const(outputs)))
-        for offset in range(0, outputs * unit_bytes, _LINE_BYTES):
-            _prefetch(code, builder.add(line, code.const(offset)))
+        for offset in range(0, outputs * unit_bytes, LINE_BYTES):
+            prefetch(code, builder.add(line, code.const(offset)))
         return totals
 
     totals = code.loop(given.num_units, [code.zero] * (rows * outputs), add)
     for row in range(rows):
-        four = _sum_lanes(code, totals[row * outputs : (row + 1) * outputs])
-        _add_to(code, four, outputs, row_at(given.sums, row, given.sums_bytes))
+        four = sum_lanes(code, totals[row * outputs : (row + 1) * outputs])
+        add_to(code, four, outputs, row_at(given.sums, row, given.sums_bytes))
 
 
 @intrinsic

@@ -24,7 +24,7 @@ KINDS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16:
 """What stands for a type in the kernels."""
 
 _INSTRUCTIONS: Final = {
-    torch.bfloat16: {"+avx512bf16", "+amx-bf16"},
+    torch.bfloat16: {"+amx-bf16"},
     torch.float16: {"+avx512fp16", "+amx-fp16"},
 }
 _TORCH_ROWS: Final = 16
@@ -32,14 +32,16 @@ _TORCH_ROWS: Final = 16
 
 def torch_rows(dtype: torch.dtype, features: set[str]) -> int | None:
     """From how many rows on torch computes a product: never (None), or where the processor has
-    instructions for products of the type, which oneDNN uses. The processor and the number of rows
-    alone decide, so that two runs give the same tokens.
+    instructions for products of the type that oneDNN uses and our kernels do not. The processor and
+    the number of rows alone decide, so that two runs give the same tokens.
 
-    | type | instructions for it | 1 to 15 rows | from 16 rows on |
+    | type | instructions | 1 to 15 rows | from 16 rows on |
     |---|---|---|---|
     | float32 | | ours | ours |
-    | bfloat16, float16 | no | ours | ours |
-    | bfloat16, float16 | yes | ours | torch |
+    | bfloat16 | none, avx512bf16 | ours | ours |
+    | bfloat16 | AMX | ours | torch |
+    | float16 | none | ours | ours |
+    | float16 | avx512fp16, AMX | ours | torch |
     """
     return _TORCH_ROWS if features & _INSTRUCTIONS.get(dtype, set()) else None
 

@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from aioengine.kernels import linear
+from aioengine.kernels.codegen import BFLOAT16
+from aioengine.kernels.dots import HAS_DOTS
 from aioengine.kernels.team import Team
 from aioengine.layers.backend import TORCH
 from aioengine.layers.cpu_backend import CpuBackend, torch_rows
@@ -68,13 +71,28 @@ def test_products(dtype: torch.dtype, num_inputs: int, has_bias: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_is_the_same_in_any_batch_on_any_threads(dtype: torch.dtype) -> None:
-    for num_inputs in (172, 1536):
+    for num_inputs in (172, 1536, 4500):
         x_TI, weight_OI = random(300, num_inputs, dtype=dtype), random(101, num_inputs, dtype=dtype)
         whole_TO = ours(dtype).linear(x_TI, weight_OI, None)
         assert torch.equal(ours(dtype, 3).linear(x_TI, weight_OI, None), whole_TO)
         for first, last in ((0, 1), (0, 2), (1, 4), (3, 7), (5, 20), (9, 60), (280, 300)):
             part_TO = ours(dtype).linear(x_TI[first:last], weight_OI, None)
             assert torch.equal(part_TO, whole_TO[first:last])
+
+
+@pytest.mark.skipif(not HAS_DOTS, reason="the other tests do the same")
+def test_bfloat16_without_dot_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors that have none."""
+    widening = linear._unpack_bfloat16, linear._multiply_bfloat16
+    monkeypatch.setitem(linear._KERNELS, BFLOAT16, widening)
+    backend = CpuBackend(torch.bfloat16, Team(1))
+    for num_inputs in (172, 576):
+        weight_OI = random(101, num_inputs, dtype=torch.bfloat16)
+        x_TI = random(40, num_inputs, dtype=torch.bfloat16)
+        found_TO = backend.logits(x_TI, weight_OI)
+        expected_TO = exact(x_TI, weight_OI, None)
+        torch.testing.assert_close(found_TO.double(), expected_TO, rtol=0, atol=3e-4)
+        assert torch.equal(backend.logits(x_TI[:3], weight_OI), found_TO[:3])
 
 
 def test_nothing_but_the_weight_is_read() -> None:
@@ -176,5 +194,6 @@ def test_sums(dtype: torch.dtype) -> None:
 def test_who_computes_follows_from_the_processor() -> None:
     assert torch_rows(torch.float32, {"+avx512bf16"}) is None
     assert torch_rows(torch.bfloat16, {"+avx2", "-avx512bf16"}) is None
-    assert torch_rows(torch.bfloat16, {"+avx512bf16"}) == 16
+    assert torch_rows(torch.bfloat16, {"+avx512bf16"}) is None
+    assert torch_rows(torch.bfloat16, {"+avx512bf16", "+amx-bf16"}) == 16
     assert torch_rows(torch.float16, {"+avx512bf16"}) is None
