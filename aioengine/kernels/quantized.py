@@ -319,7 +319,7 @@ class QuantizedLinear:
     """Products on a team's threads, with the memory they need, for x of one type. One at a time."""
 
     def __init__(self, team: Team, kind: Any) -> None:
-        self._team = team  # lives as long as its handle is used
+        self._team = team
         self._by_integers = kind is not FLOAT32 and INTEGERS
         self._kernels = _BY_INTEGERS if self._by_integers else _BY_FLOATS
         self._kind = KINDS.index(kind)
@@ -328,8 +328,7 @@ class QuantizedLinear:
         self._job["x_bytes"] = X_BYTES[self._by_integers]
         self._scratch = np.empty(team.num_threads * _SCRATCH_BYTES, np.uint8)
         self._job["scratch"] = self._scratch.ctypes.data
-        prepare = _to_integers if self._by_integers else _to_floats
-        self._fixed = (*team.handle, prepare.address)
+        self._prepare = _to_integers if self._by_integers else _to_floats
         self._args = self._job.ctypes.data
         self._max_chunks = CHUNKS_PER_THREAD * team.num_threads if team.num_threads > 1 else 1
         self._num_groups = 0
@@ -353,7 +352,8 @@ class QuantizedLinear:
         self._make_room(num_rows * -(-num_inputs // GROUP))
         self._team.call(
             _run,
-            *self._fixed,
+            *self._team.handle,
+            self._prepare.address,
             self._kernels[bits, has_float32_scales].address,
             self._args,
             x,

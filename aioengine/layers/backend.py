@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from aioengine.layers.quantized import PackedParameter, quantized_linear
+from aioengine.layers.quantized import (
+    PackedParameter,
+    Quantize,
+    quantize_by_torch,
+    quantized_linear,
+)
 from aioengine.layers.team import Team
 
 
@@ -30,6 +35,7 @@ class LayerBackend:
     """Float32 [T, O] from x [T, I] and a weight [O, I]."""
     quantized_linear: Callable[[Tensor, PackedParameter, torch.dtype], Tensor]
     """[T, O] of this type from x [T, I] and a weight [O, I] in blocks."""
+    quantize: Quantize
     side_by_side: Callable[[Sequence[Tensor]], Tensor]
     """[T, O] from the columns of several."""
     add: Callable[[Tensor, Tensor], Tensor]
@@ -106,6 +112,7 @@ TORCH: Final = LayerBackend(
     functional.linear,
     _logits,
     quantized_linear,
+    quantize_by_torch,
     _side_by_side,
     torch.add,
     _rms_norm,
@@ -131,6 +138,7 @@ def layer_backend(device_type: str, dtype: torch.dtype, team: Team | None = None
         cpu.linear,
         cpu.logits,
         cpu.quantized_linear,
+        cpu.quantize,
         cpu.side_by_side,
         cpu.add,
         cpu.rms_norm,

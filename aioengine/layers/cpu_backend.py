@@ -16,9 +16,11 @@ from aioengine.kernels.elementwise import Elementwise
 from aioengine.kernels.embedding import Embedding
 from aioengine.kernels.linear import Linear
 from aioengine.kernels.quantized import QuantizedLinear
+from aioengine.kernels.quantizing import Quantizer
 from aioengine.kernels.rotary import Angles
 from aioengine.kernels.team import Team
 from aioengine.layers.quantized import PackedParameter
+from aioengine.layers.quantized_format import GROUP, TILE, Format
 
 KINDS: Final = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 """What stands for a type in the kernels."""
@@ -56,6 +58,7 @@ class CpuBackend:
         self._angles = Angles(team, KINDS[dtype])
         self._product = Linear(team, KINDS[dtype])
         self._quantized_product = QuantizedLinear(team, KINDS[dtype])
+        self._quantizer = Quantizer(team)
         self._elementwise = Elementwise(team, KINDS[dtype])
         self._torch_rows = torch_rows(dtype, FEATURES)
 
@@ -109,6 +112,24 @@ class CpuBackend:
             num_outputs,
         )
         return out_TO
+
+    def quantize(self, values_OI: Tensor, to: Format, blocks_TGB: Tensor) -> None:
+        if values_OI.dtype not in KINDS:
+            values_OI = values_OI.float()
+        values_OI = values_OI.contiguous()
+        num_outputs, num_inputs = values_OI.shape
+        blocks_TGB[-(-num_outputs // TILE) :].zero_()
+        blocks_TGB[:, -(-num_inputs // GROUP) :].zero_()
+        self._quantizer(
+            to.bits,
+            to.scale_dtype == torch.float32,
+            KINDS[values_OI.dtype],
+            values_OI.data_ptr(),
+            num_outputs,
+            num_inputs,
+            blocks_TGB.data_ptr(),
+            blocks_TGB.stride(0),
+        )
 
     def _multiply(
         self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype

@@ -4,6 +4,8 @@ Shapes: T tokens · I input features · O output features, each as many as this 
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -50,7 +52,9 @@ class QuantizedWeight:
         self._linear = place.backend.quantized_linear
         self._add = place.backend.add
         self._dtype = place.dtype
-        self._matrix, self.parts = packed_parts(stored, sizes, in_features, place.device)
+        self._matrix, self.parts = packed_parts(
+            stored, sizes, in_features, place.device, place.backend.quantize
+        )
 
     def apply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         out_TO = self._linear(x_TI, self._matrix, self._dtype)
@@ -58,7 +62,7 @@ class QuantizedWeight:
 
 
 class SideBySide:
-    """Parts that do not fit one matrix: a product each."""
+    """Matrices that do not fit one: a product each."""
 
     def __init__(self, weights: Sequence[Weight], place: Placement) -> None:
         self._backend = place.backend
@@ -73,16 +77,18 @@ class SideBySide:
 def weight_of(
     sizes: Sequence[int], formats: Sequence[Format | None], in_features: int, place: Placement
 ) -> Weight:
-    """For parts of these numbers of rows and formats (None: of the stage's type)."""
-    fills_tiles = all(size % TILE == 0 for size in sizes[:-1])
-    if len(set(formats)) > 1 or (formats[0] is not None and not fills_tiles):
-        parts = zip(sizes, formats, strict=True)
-        return SideBySide(
-            [weight_of([size], [stored], in_features, place) for size, stored in parts], place
-        )
-    if formats[0] is None:
-        return DenseWeight(sizes, in_features, place)
-    return QuantizedWeight(formats[0], sizes, in_features, place)
+    """For parts of these numbers of rows and formats (None: of the stage's type). Neighbours of one
+    format are one matrix."""
+    weights: list[Weight] = []
+    for stored, run in groupby(zip(formats, sizes, strict=True), key=itemgetter(0)):
+        sizes_of_run = [size for _, size in run]
+        if stored is None:
+            weights.append(DenseWeight(sizes_of_run, in_features, place))
+        elif all(size % TILE == 0 for size in sizes_of_run[:-1]):
+            weights.append(QuantizedWeight(stored, sizes_of_run, in_features, place))
+        else:
+            weights += [QuantizedWeight(stored, [s], in_features, place) for s in sizes_of_run]
+    return weights[0] if len(weights) == 1 else SideBySide(weights, place)
 
 
 class ColumnPart(ShardedModule):

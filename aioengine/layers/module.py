@@ -48,7 +48,8 @@ class Placement:
         """The same for the weight of what is being built, in its format."""
         if self.format is None:
             return self.empty(num_rows, num_columns)
-        return PackedParameter.empty(self.format, (num_rows, num_columns), self.device)
+        shape = num_rows, num_columns
+        return PackedParameter.empty(self.format, shape, self.device, self.backend.quantize)
 
     def stacked(self, sizes: Sequence[int], *shape: int) -> tuple[Tensor, list[nn.Parameter]]:
         """Parameters of `sizes` rows that lie one behind the other, and all their rows as one

@@ -4,13 +4,20 @@ Shapes: T tokens · I input features · O output features · G groups of 32 inpu
 C = 4 neighbouring inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from aioengine.layers.quantized_format import TILE, Format, Groups, pack, quantize, unpack
+
+Quantize = Callable[[Tensor, Format, Tensor], None]
+"""Writes a matrix of floats [O, I] to blocks of a format: the first ones, and zeros to the rest."""
+
+
+def quantize_by_torch(values_OI: Tensor, to: Format, blocks_TGB: Tensor) -> None:
+    pack(quantize(values_OI, to), to, blocks_TGB)
 
 
 class PackedParameter(nn.Parameter):
@@ -22,27 +29,39 @@ class PackedParameter(nn.Parameter):
 
     format: Format
     shape_OI: tuple[int, int]
+    _quantize: Quantize
 
     def __new__(
-        cls, blocks_TGB: Tensor, stored: Format, shape_OI: tuple[int, int]
+        cls,
+        blocks_TGB: Tensor,
+        stored: Format,
+        shape_OI: tuple[int, int],
+        quantize: Quantize = quantize_by_torch,
     ) -> "PackedParameter":
         parameter = torch.Tensor._make_subclass(cls, blocks_TGB, False)
         parameter.format = stored
         parameter.shape_OI = shape_OI
+        parameter._quantize = quantize
         return parameter
 
     @classmethod
     def empty(
-        cls, stored: Format, shape_OI: tuple[int, int], device: torch.device
+        cls,
+        stored: Format,
+        shape_OI: tuple[int, int],
+        device: torch.device,
+        quantize: Quantize = quantize_by_torch,
     ) -> "PackedParameter":
-        shape = stored.packed_shape(*shape_OI)
-        return cls(torch.empty(shape, dtype=torch.uint8, device=device), stored, shape_OI)
+        blocks_TGB = torch.empty(stored.packed_shape(*shape_OI), dtype=torch.uint8, device=device)
+        return cls(blocks_TGB, stored, shape_OI, quantize)
 
     @torch.no_grad()
     def fill(self, values: Tensor | Groups) -> None:
         """Floats [O, I], or groups of this format: its first rows and columns; the rest is zero."""
-        groups = quantize(values, self.format) if isinstance(values, Tensor) else values
-        pack(groups, self.format, self.data)
+        if isinstance(values, Tensor):
+            self._quantize(values, self.format, self.data)
+        else:
+            pack(values, self.format, self.data)
 
     @torch.no_grad()
     def dequantize(self) -> Tensor:
@@ -79,7 +98,11 @@ def quantized_linear(x_TI: Tensor, weight: PackedParameter, dtype: torch.dtype) 
 
 
 def packed_parts(
-    stored: Format, sizes: Sequence[int], in_features: int, device: torch.device
+    stored: Format,
+    sizes: Sequence[int],
+    in_features: int,
+    device: torch.device,
+    quantize: Quantize = quantize_by_torch,
 ) -> tuple[PackedParameter, list[PackedParameter]]:
     """A matrix of the rows of all parts, one below the other, and the parts, which are views of it.
 
@@ -89,6 +112,6 @@ def packed_parts(
     whole = PackedParameter.empty(stored, (sum(sizes), in_features), device)
     tiles = [-(-size // TILE) for size in sizes]
     return whole, [
-        PackedParameter(blocks_TGB, stored, (size, in_features))
+        PackedParameter(blocks_TGB, stored, (size, in_features), quantize)
         for blocks_TGB, size in zip(whole.data.split_with_sizes(tiles), sizes, strict=True)
     ]

@@ -6,7 +6,8 @@
 | none | become floats | become floats | stay floats |
 | int8, int4 | kept, unless they have more bits | quantised | quantised |
 
-int4 leaves embedding and head in 8 bits, as is the custom: every token meets them.
+int4 leaves in 8 bits what is worth it: embedding and head, which every token meets, and the values
+of attention, which are few weights and cause about half of what int4 would cost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,13 +37,17 @@ def choose_formats(
             continue
         kept = stored_format(index, each.published, each.shard, dtype)
         target = _TARGETS.get(quantization)
-        if target is not None and each.published in (EMBEDDING, OUTPUT_HEAD):
+        if target is not None and _is_worth_8_bits(each.published):
             target = INT8
         if kept is not None and (target is None or kept.bits <= target.bits):
             formats[each.name] = kept
         elif target is not None:
             formats[each.name] = target
     return formats
+
+
+def _is_worth_8_bits(name: str) -> bool:
+    return name in (EMBEDDING, OUTPUT_HEAD) or name.endswith(".v_proj.weight")
 
 
 def stored_format(

@@ -1,5 +1,7 @@
 """Weights in 8 and 4 bits give the same tokens on every layout, and predict a text as well."""
 
+from contextlib import ExitStack
+
 import aiohttp
 import pytest
 from support.golden_rows import complete
@@ -11,23 +13,24 @@ from aioengine.layers.quantized import PackedParameter
 pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared models")
 
 
-async def tokens(*flags: str, num_ranks: int = 1) -> list[list[int]]:
-    with Launch("--model", str(STORIES), *flags, num_ranks=num_ranks) as launch:
-        async with aiohttp.ClientSession(launch.wait_ready()) as session:
-            return [
-                (await complete(session, row))["token_ids"] for row in golden("stories260k_greedy")
-            ]
+async def tokens(launch: Launch) -> list[list[int]]:
+    async with aiohttp.ClientSession(launch.wait_ready()) as session:
+        rows = golden("stories260k_greedy")
+        return [(await complete(session, row))["token_ids"] for row in rows]
 
 
 async def test_layouts_agree() -> None:
     """Ranks of a tp group cut attention between groups: 32 of 64 inputs each. The 172 inputs of
     the down projection are cut within one, so that its groups differ; pp changes nothing."""
-    flags = ("--quantization", "int8", "--dtype", "float32")
-    alone = await tokens(*flags)
-    assert await tokens(*flags, "-pp", "2", num_ranks=2) == alone
-    halved = await tokens(*flags, "-tp", "2", num_ranks=2)
-    first_tokens = [ids[:8] for ids in alone]
-    assert [ids[:8] for ids in halved] == first_tokens
+    flags = ("--model", str(STORIES), "--quantization", "int8", "--dtype", "float32")
+    with ExitStack() as stack:  # they start at the same time
+        launches = [
+            stack.enter_context(Launch(*flags, *layout, num_ranks=num_ranks))
+            for layout, num_ranks in (((), 1), (("-pp", "2"), 2), (("-tp", "2"), 2))
+        ]
+        alone, staged, halved = [await tokens(launch) for launch in launches]
+    assert staged == alone
+    assert [ids[:8] for ids in halved] == [ids[:8] for ids in alone]
 
 
 @pytest.mark.parametrize(("quantization", "limit"), [("int8", 1.01), ("int4", 1.05)])
@@ -41,8 +44,7 @@ def test_perplexity(quantization: str, limit: float) -> None:
 
 def test_perplexity_of_packed_gguf() -> None:
     """The default model, as it is stored: what x loses in 8 bits is nearly nothing."""
-    ids = text_ids(None, 1024)
-    assert len(ids) >= 1000
+    ids = text_ids(None, 512)
     floats = perplexity(ids, dtype="bfloat16", quantization="none")
     assert perplexity(ids, dtype="bfloat16", quantization="auto") < 1.01 * floats
 

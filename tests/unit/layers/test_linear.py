@@ -1,5 +1,7 @@
 """Linear layers: published parts in one product, and tied weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,8 @@ from aioengine.layers.embedding import LMHead, VocabParallelEmbedding
 from aioengine.layers.linear import ColumnParallelLinear
 from aioengine.layers.module import Placement
 from aioengine.layers.partition import split_even
+from aioengine.layers.quantized import PackedParameter
+from aioengine.layers.quantized_format import INT4, INT8
 
 CPU = torch.device("cpu")
 
@@ -33,6 +37,31 @@ def test_parts_are_filled_in_place(sizes: tuple[int, ...], bias: bool) -> None:
             parameter.copy_(torch.randn(parameter.shape))
         apart = [linear(x_TI, part.weight, part.bias) for part in fused.parts]
         torch.testing.assert_close(fused(x_TI), torch.cat(apart, dim=1))
+
+
+def test_neighbours_of_one_format_are_one_product() -> None:
+    """And all outputs stand side by side, in the order of the parts."""
+    formats = {"a.weight": INT4, "b.weight": INT4, "c.weight": INT8, "e.weight": INT8}
+    shards = {
+        name: split_even(size, 0, 1, dim=0)
+        for name, size in zip("abcde", (16, 32, 5, 7, 3), strict=True)
+    }
+    fused = ColumnParallelLinear(32, shards, bias=False, place=replace(place(), formats=formats))
+    for part in fused.parts:
+        values_OI = torch.randn(part.shards["weight"].full_size, 32)
+        if isinstance(part.weight, PackedParameter):
+            part.weight.fill(values_OI)
+        else:
+            part.weight.copy_(values_OI)
+    a, b = fused.parts[:2]
+    assert isinstance(a.weight, PackedParameter)
+    assert a.weight.untyped_storage().data_ptr() == b.weight.untyped_storage().data_ptr()
+    x_TI = torch.randn(3, 32)
+    apart = [
+        linear(x_TI, p.weight.dequantize() if isinstance(p.weight, PackedParameter) else p.weight)
+        for p in fused.parts
+    ]
+    torch.testing.assert_close(fused(x_TI), torch.cat(apart, dim=1))
 
 
 def test_a_tied_head_has_the_weight_of_the_embedding() -> None:

@@ -21,6 +21,7 @@ from tests.unit.weights.tiny_llama import gguf_name, packed_matrix, random_tenso
 KEPT = {"Q8_0": INT8, "Q4_0": INT4, "Q4_1": INT4, "Q4_K": INT4_FLOAT32}
 DOWN = "model.layers.0.mlp.down_proj.weight"
 Q = "model.layers.1.self_attn.q_proj.weight"
+V = "model.layers.1.self_attn.v_proj.weight"
 EMBED = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def float_index(path: Path) -> WeightIndex:
 def wanted_of(index: WeightIndex, shard: Shard | None = None) -> list[Wanted]:
     return [
         Wanted(name, name, torch.empty(index.shape(name)), shard if name == DOWN else None)
-        for name in (DOWN, Q, EMBED, NORM)
+        for name in (DOWN, Q, V, EMBED, NORM)
     ]
 
 
@@ -96,7 +97,7 @@ def test_what_a_flag_comes_to(
     index = gguf_index(tmp_path, Kind[kind]) if kind else float_index(tmp_path)
     formats = choose_formats(wanted_of(index), index, quantization, dtype)
     assert formats.get(DOWN) == formats.get(Q) == down
-    assert formats.get(EMBED) == embed
+    assert formats.get(EMBED) == formats.get(V) == embed
     assert NORM not in formats
 
 
