@@ -11,10 +11,11 @@ A step that cannot be captured is computed as always.
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 from aioengine.activity import Activity
 from aioengine.dist.groups import GroupCoordinator
@@ -40,6 +41,7 @@ class StepGraphs:
 
     def __init__(
         self,
+        stage: nn.Module,
         compute: Compute,
         probes: list[Probe],
         *,
@@ -47,8 +49,8 @@ class StepGraphs:
         tp: GroupCoordinator,
         activity: Activity,
     ) -> None:
-        """`compute` for steps in which every row decodes; `probes` are what of it can be timed.
-        Without a team, the threads that compute on CPU, nothing is captured."""
+        """`compute` runs `stage` for steps in which every row decodes; `probes` are what of it can
+        be timed. Without a team, the threads that compute on CPU, nothing is captured."""
         self._compute = compute
         self._probes = probes
         self._team = team
@@ -58,20 +60,26 @@ class StepGraphs:
         self._graphs: dict[int, _Graph | None] = {}
         """By number of rows; None after the first step, or if it cannot be captured."""
         self._refused: set[int] = set()
+        self._hooks = list(_hooks(stage))
         self.on_spans: Callable[[Iterable[Span]], None] | None = None
 
     def run(self, batch: ForwardBatch, hidden_TD: Tensor | None) -> Tensor:
         """`compute`'s result, which may be overwritten by the next call."""
         num_rows = len(batch.positions_T)
+        if self._team is None or num_rows > MAX_ROWS or any(self._hooks):
+            return self._compute(batch, hidden_TD)
         graph = self._graphs.get(num_rows)
         if graph is not None:
             return graph.replay(batch, hidden_TD, self.on_spans)
-        if self._team is None or num_rows > MAX_ROWS or num_rows in self._refused:
-            return self._compute(batch, hidden_TD)
-        if num_rows not in self._graphs:  # a number that comes once is not worth it
-            self._graphs[num_rows] = None
-            return self._compute(batch, hidden_TD)
-        return self._capture(batch, hidden_TD)
+        if num_rows in self._graphs and num_rows not in self._refused:
+            return self._capture(batch, hidden_TD)
+        self._graphs[num_rows] = None  # a number that comes once is not worth it
+        return self._compute(batch, hidden_TD)
+
+    def forget(self) -> None:
+        """Capture again: somebody may have replaced what captured steps read."""
+        self._graphs = dict.fromkeys(self._graphs)
+        self._refused.clear()
 
     def probes(self) -> list[SpanSource]:
         return [SpanSource(self, "on_spans")]
@@ -99,6 +107,15 @@ class StepGraphs:
             spans = recorder.spans(Lane.DEVICE)
             self._graphs[num_rows] = _Graph(capture, inputs, result, spans, self._activity)
         return result
+
+
+def _hooks(stage: nn.Module) -> Iterator[dict[int, Any]]:
+    """Where torch keeps what is to be called with a module of the stage."""
+    yield module_hooks._global_forward_hooks
+    yield module_hooks._global_forward_pre_hooks
+    for module in stage.modules():
+        yield module._forward_hooks
+        yield module._forward_pre_hooks
 
 
 class _Inputs:

@@ -159,7 +159,10 @@ class Worker:
         with self.activity.within(f"collective_rpc {call.method}"):
             if self._groups is not None:  # a method's collectives are this job's
                 self._groups.tp.enter_job(seq)
-            return run_method(call, self, self.rank - self._layout.leader_of(self.rank))
+            try:
+                return run_method(call, self, self.rank - self._layout.leader_of(self.rank))
+            finally:
+                self._graphs.forget()
 
     def probes(self) -> list[AnyProbe]:
         """What of a step can be timed, once the replica is ready."""
@@ -376,6 +379,7 @@ class Worker:
         self._rules = LogitRules(self._config.num_slots, self._cfg.vocab_size, self.device)
         assert self._groups is not None
         self._graphs = StepGraphs(
+            self.stage,
             self._decode,
             self._stage_probes(),
             team=self._team,

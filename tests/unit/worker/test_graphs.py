@@ -22,7 +22,8 @@ from aioengine.kernels.codegen import pointer
 from aioengine.kernels.team import Team
 from aioengine.layers.forward_batch import ForwardBatch
 from aioengine.layout import ParallelLayout
-from aioengine.messages import StepPlan
+from aioengine.messages import RemoteCall, StepPlan
+from aioengine.rpc import encode_arguments
 from aioengine.timeline.breakdown import own_times
 from aioengine.timeline.probe import Kind, Lane
 from aioengine.timeline.recorder import Recorder, spans_of
@@ -141,6 +142,30 @@ def test_what_torch_computes_is_not_captured(
     assert worker._graphs._graphs[2] is None
 
 
+def test_hooks_are_called_and_replaced_weights_count(make_worker: MakeWorker) -> None:
+    """Those that somebody registers, or replaces, when steps have long been captured."""
+    worker = make_worker(dtype="float32", cpu_threads=1)
+    request, calls = ScriptedRequest(0, 1, GREEDY, 1, BLOCK_SIZE), []
+
+    def decode(first_seq: int, num_steps: int = 3) -> None:
+        for seq in range(first_seq, first_seq + num_steps):
+            worker.execute(seq, StepPlan((), (request.step(),), True))
+
+    worker.execute(1, StepPlan((request.new,), (request.step([5, 6]),), True))
+    decode(2)
+    hook = worker.stage.model.register_forward_hook(lambda *_: calls.append(1))
+    decode(5)
+    assert len(calls) == 3
+    hook.remove()
+    decode(8)
+    assert len(calls) == 3
+    captured = worker._graphs._graphs[1]
+    assert captured is not None
+    worker.remote(11, RemoteCall("rank_info", encode_arguments((), {})))
+    decode(12)
+    assert worker._graphs._graphs[1] not in (None, captured)
+
+
 def test_a_result_that_no_call_computes_is_no_number(
     make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +220,7 @@ def test_where_a_repeated_step_is(make_worker: MakeWorker) -> None:
                 capture.note_call(failing_if, [STATUS_0.ctypes.data], fail)
         return torch.empty(1)
 
-    step_graphs = StepGraphs(compute, [], team=team, tp=tp, activity=activity)
+    step_graphs = StepGraphs(torch.nn.Identity(), compute, [], team=team, tp=tp, activity=activity)
     batch = ForwardBatch(None, torch.zeros(3, dtype=torch.int64), Mock(), {})
     for _ in range(3):
         step_graphs.run(batch, None)
