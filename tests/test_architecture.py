@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "core": "root",
     "timeline": "root msgspec",
     "checkpoint": "root gguf numpy msgspec",
-    "dist": "root timeline torch numpy msgspec numba llvmlite",
+    "dist": "root timeline kernels torch numpy msgspec numba llvmlite",
     "kernels": "numpy numba llvmlite",
     "layers": "root timeline dist kernels torch numpy",
     "models": "root dist layers torch",

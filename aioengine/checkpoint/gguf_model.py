@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ class GGUFModel:
         if not self.path.is_file():
             raise StartupError(f"{self.path}: this part of the model is missing")
         first = GGUFFile(self.path)
-        self.fields: dict[str, Any] = first.fields
+        self.fields = first.fields
         self.tensors: dict[str, GGUFTensor] = {}
         self._files: dict[str, GGUFFile] = {}
         for file in [first, *_other_parts(first)]:

@@ -1,8 +1,7 @@
 """Compiled collectives over memory that the ranks of one host share. Needs numba.
 
 `run` is the one entry point. It works without the interpreter lock, on addresses: of a private
-record (CONTEXT) that describes the segment, and of the caller's tensors. Everything is in this one
-file because numba's cache notices a change of the file of `run` only.
+record (CONTEXT) that describes the segment, and of the caller's tensors.
 
 **Segment.** A block of BLOCK_BYTES per rank, then two slots per rank; a rank writes to its own
 only. A block holds two lines (LINE), one per parity of the tick, and apart from them a closed flag.
@@ -32,14 +31,27 @@ in ppoll(2) on a pidfd of every other rank, which end at once when one of them d
 a rank also looks for closed peers, at the time limit, and at what those who are there are in.
 """
 
-import platform
 from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from aioengine.kernels.atomics import load_acquire, relax, store_release
+from aioengine.kernels.codegen import (
+    F16,
+    F32,
+    I16,
+    I32,
+    I64,
+    entry,
+    inlined,
+    narrowed,
+    pointer,
+    widened,
+)
 
 LINE: Final = np.dtype(
     [("tick", np.int64), ("operation", np.int64), ("num_bytes", np.int64), ("job", np.int64)]
@@ -87,24 +99,13 @@ _MIN_SLEEP_NS: Final = 5_000
 _MAX_SLEEP_NS: Final = 1_000_000
 _CLOCK_MONOTONIC: Final = 1
 _PR_SET_TIMERSLACK: Final = 29
-_RELAX: Final = {
-    "x86_64": ("llvm.x86.sse2.pause", ()),
-    "aarch64": ("llvm.aarch64.hint", (1,)),  # yield
-}.get(platform.machine(), ("llvm.donothing", ()))
-"""LLVM's name for what tells this processor that we are spinning, and its arguments."""
 
-
-_compiled: Final = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""For what only `run` calls: without wrappers, and cached as a part of it."""
-
-
-_INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _TYPES: Final = {  # in memory, when added up, and bytes of an element
-    FLOAT32: (_FLOAT, _FLOAT, 4),
-    BFLOAT16: (_INT16, _FLOAT, 2),
-    FLOAT16: (ir.HalfType(), _FLOAT, 2),
-    INT32: (_INT32, _INT32, 4),
-    INT64: (_INT64, _INT64, 8),
+    FLOAT32: (F32, F32, 4),
+    BFLOAT16: (I16, F32, 2),
+    FLOAT16: (F16, F32, 2),
+    INT32: (I32, I32, 4),
+    INT64: (I64, I64, 8),
 }
 _sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
@@ -113,71 +114,7 @@ _prctl: Any = types.ExternalFunction("prctl", types.int32(types.int32, types.int
 _memcpy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
 
 
-@intrinsic
-def _pointer(typing: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def _load_acquire(typing: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(args[0], _INT64.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic
-def _store_release(typing: Any, address: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _INT64.as_pointer())
-        builder.store_atomic(args[1], pointer, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def _relax(typing: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        name, hints = _RELAX
-        function = ir.FunctionType(ir.VoidType(), [_INT32] * len(hints))
-        relax = cgutils.get_or_insert_function(builder.module, function, name)
-        builder.call(relax, [_INT32(hint) for hint in hints])
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
 # --- sums ----------------------------------------------------------------------------------------
-
-
-def _widen(builder: Any, dtype: int, stored: Any, wide: Any) -> Any:
-    """IR of a vector as it lies in memory -> as it is added up (type `wide`)."""
-    if dtype == BFLOAT16:
-        bits = ir.VectorType(_INT32, wide.count)
-        high = builder.shl(builder.zext(stored, bits), ir.Constant(bits, [16] * wide.count))
-        return builder.bitcast(high, wide)
-    return builder.fpext(stored, wide) if dtype == FLOAT16 else stored
-
-
-def _narrow(builder: Any, dtype: int, total: Any, stored: Any) -> Any:
-    """The way back, rounding to nearest, ties to even. A NaN stays one: sums of bfloat16 that are no
-    number have zeros in their lower half, so that nothing carries over."""
-    if dtype == BFLOAT16:
-        bits = ir.VectorType(_INT32, stored.count)
-
-        def fill(value: int) -> Any:
-            return ir.Constant(bits, [value] * stored.count)
-
-        low = builder.bitcast(total, bits)
-        high = builder.lshr(low, fill(16))
-        half = builder.add(builder.and_(high, fill(1)), fill(0x7FFF))  # ties go to even
-        rounded = builder.lshr(builder.add(low, half), fill(16))
-        return builder.trunc(rounded, stored)
-    return builder.fptrunc(total, stored) if dtype == FLOAT16 else total
 
 
 def _add_up(
@@ -187,22 +124,24 @@ def _add_up(
 
     Written as vectors because LLVM needs seconds to find them in loops over scalars.
     """
-    in_memory, added_as, item = _TYPES[dtype]
-    stored, wide = ir.VectorType(in_memory, count), ir.VectorType(added_as, count)
-    table = builder.inttoptr(sources, _INT64.as_pointer())
-    add = builder.fadd if added_as == _FLOAT else builder.add
+    in_memory, added_as, align = _TYPES[dtype]
+    is_float = added_as == F32
+    vector = ir.VectorType(in_memory, count).as_pointer()
+    table = builder.inttoptr(sources, I64.as_pointer())
+    add = builder.fadd if is_float else builder.add
 
     def load(rank: Any) -> Any:
         address = builder.add(builder.load(builder.gep(table, [rank])), offset)
-        pointer = builder.inttoptr(address, stored.as_pointer())
-        return _widen(builder, dtype, builder.load(pointer, align=item), wide)
+        stored = builder.load(builder.inttoptr(address, vector), align=align)
+        return widened(builder, stored) if is_float else stored
 
-    total = cgutils.alloca_once_value(builder, load(_INT64(0)))
-    with cgutils.for_range(builder, size, start=_INT64(1)) as ranks:
-        builder.store(add(builder.load(total), load(ranks.index)), total)
-    narrow = _narrow(builder, dtype, builder.load(total), stored)
-    pointer = builder.inttoptr(builder.add(result, offset), stored.as_pointer())
-    builder.store(narrow, pointer, align=item)
+    sums = cgutils.alloca_once_value(builder, load(I64(0)))
+    with cgutils.for_range(builder, size, start=I64(1)) as ranks:
+        builder.store(add(builder.load(sums), load(ranks.index)), sums)
+    total = builder.load(sums)
+    if is_float:
+        total = narrowed(builder, total, in_memory)
+    builder.store(total, builder.inttoptr(builder.add(result, offset), vector), align=align)
 
 
 @intrinsic(prefer_literal=True)
@@ -212,17 +151,17 @@ def _sum_of(typing: Any, dtype: Any, sources: Any, size: Any, result: Any, num_b
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, sources, size, result, num_bytes = args
-        in_vectors = builder.and_(num_bytes, _INT64(-vector_bytes))
-        for count, start, stop in ((VECTOR, _INT64(0), in_vectors), (1, in_vectors, num_bytes)):
-            step = _INT64(vector_bytes // VECTOR * count)
-            with cgutils.for_range_slice(builder, start, stop, step, _INT64) as (offset, _):
+        in_vectors = builder.and_(num_bytes, I64(-vector_bytes))
+        for count, start, stop in ((VECTOR, I64(0), in_vectors), (1, in_vectors, num_bytes)):
+            step = I64(vector_bytes // VECTOR * count)
+            with cgutils.for_range_slice(builder, start, stop, step, I64) as (offset, _):
                 _add_up(builder, dtype.literal_value, count, sources, size, offset, result)
         return context.get_dummy_value()
 
     return types.void(dtype, *(types.int64,) * 4), generate
 
 
-@_compiled
+@inlined
 def _sum(context: Any, result: int, num_bytes: int) -> None:
     """Adds up `num_bytes` at the addresses in `sources`, one per rank, in rank order."""
     dtype = context.operation >> 8 & 255
@@ -241,23 +180,23 @@ def _sum(context: Any, result: int, num_bytes: int) -> None:
 # --- ticks ---------------------------------------------------------------------------------------
 
 
-@_compiled
+@inlined
 def _line(context: Any, rank: int, tick: int) -> int:
     """Address."""
     return context.blocks + rank * BLOCK_BYTES + (tick & 1) * LINE_BYTES
 
 
-@_compiled
+@inlined
 def _slot(context: Any, rank: int) -> int:
     """Address of a rank's slot for the current chunk."""
     return context.slots + (2 * rank + (context.chunk & 1)) * context.slot_bytes
 
 
-@_compiled
+@inlined
 def _differs(context: Any, rank: int, tick: int) -> bool:
     """Whether a rank that shows this tick is in another operation than we are; the culprit then."""
-    mine = carray(_pointer(_line(context, context.rank, tick)), 1, LINE)[0]
-    theirs = carray(_pointer(_line(context, rank, tick)), 1, LINE)[0]
+    mine = carray(pointer(_line(context, context.rank, tick)), 1, LINE)[0]
+    theirs = carray(pointer(_line(context, rank, tick)), 1, LINE)[0]
     context.culprit = rank
     return (
         mine.operation != theirs.operation
@@ -266,16 +205,16 @@ def _differs(context: Any, rank: int, tick: int) -> bool:
     )
 
 
-@_compiled
+@inlined
 def _look_around(context: Any, tick: int) -> int:
     """_WAITING, DONE when everybody has arrived, or what is wrong with which rank."""
     is_waiting = False
     for rank in range(context.size):
-        pollfd = carray(_pointer(context.pidfds), context.size, np.int64)[rank]
+        pollfd = carray(pointer(context.pidfds), context.size, np.int64)[rank]
         is_dead = (pollfd >> 48) & 0xFFFF != 0  # revents
-        is_closed = _load_acquire(context.blocks + rank * BLOCK_BYTES + CLOSED_OFFSET) != 0
+        is_closed = load_acquire(context.blocks + rank * BLOCK_BYTES + CLOSED_OFFSET) != 0
         # Read last: a rank may arrive and then close or die, and the operation can still complete.
-        if _load_acquire(_line(context, rank, tick)) == tick:
+        if load_acquire(_line(context, rank, tick)) == tick:
             if _differs(context, rank, tick):
                 return MISMATCH
         elif is_dead or is_closed:
@@ -286,14 +225,14 @@ def _look_around(context: Any, tick: int) -> int:
     return _WAITING if is_waiting else DONE
 
 
-@_compiled
+@inlined
 def _now(context: Any) -> int:
     _clock_gettime(_CLOCK_MONOTONIC, context.clock)
-    timespec = carray(_pointer(context.clock), 2, np.int64)
+    timespec = carray(pointer(context.clock), 2, np.int64)
     return timespec[0] * 1_000_000_000 + timespec[1]
 
 
-@_compiled
+@inlined
 def _wait_for_all(context: Any, tick: int) -> int:
     """The slow part of waiting: the processor is offered for `awake_ns`, then this sleeps, for an
     eighth of the time waited."""
@@ -303,7 +242,7 @@ def _wait_for_all(context: Any, tick: int) -> int:
         if waited < context.awake_ns:
             _sched_yield()
         else:
-            timespec = carray(_pointer(context.clock), 2, np.int64)
+            timespec = carray(pointer(context.clock), 2, np.int64)
             timespec[0] = 0
             timespec[1] = min(max(waited // 8, _MIN_SLEEP_NS), _MAX_SLEEP_NS)
             _ppoll(context.pidfds, context.size, context.clock, 0)
@@ -315,22 +254,22 @@ def _wait_for_all(context: Any, tick: int) -> int:
             return LATE
 
 
-@_compiled
+@inlined
 def _meet(context: Any) -> int:
     """One tick: publish what was written, wait for everybody, compare what they are in."""
     tick = context.tick + 1
     context.tick = tick
-    mine = carray(_pointer(_line(context, context.rank, tick)), 1, LINE)[0]
+    mine = carray(pointer(_line(context, context.rank, tick)), 1, LINE)[0]
     mine.operation = context.operation
     mine.num_bytes = context.num_bytes
     mine.job = context.job
-    _store_release(_line(context, context.rank, tick), tick)
+    store_release(_line(context, context.rank, tick), tick)
     pauses = 0
     for rank in range(context.size):
-        while _load_acquire(_line(context, rank, tick)) != tick:
+        while load_acquire(_line(context, rank, tick)) != tick:
             if pauses == _PAUSES:
                 return _wait_for_all(context, tick)
-            _relax()
+            relax()
             pauses += 1
         if _differs(context, rank, tick):
             return MISMATCH
@@ -340,16 +279,16 @@ def _meet(context: Any) -> int:
 # --- operations ----------------------------------------------------------------------------------
 
 
-@_compiled
+@inlined
 def _set_sources(context: Any, offset: int, own: int) -> None:
     """What `_sum` adds up: `offset` in everybody's slot, and `own` for this rank."""
-    sources = carray(_pointer(context.sources), context.size, np.int64)
+    sources = carray(pointer(context.sources), context.size, np.int64)
     for rank in range(context.size):
         sources[rank] = _slot(context, rank) + offset
     sources[context.rank] = own
 
 
-@_compiled
+@inlined
 def _reduce_in_two_phases(context: Any, x: int, result: int, num_bytes: int) -> int:
     slot = _slot(context, context.rank)
     part = -(-num_bytes // (context.size * _PART_ALIGNMENT)) * _PART_ALIGNMENT
@@ -373,7 +312,7 @@ def _reduce_in_two_phases(context: Any, x: int, result: int, num_bytes: int) -> 
     return DONE
 
 
-@_compiled
+@inlined
 def _all_reduce(context: Any, x: int, result: int, num_bytes: int) -> int:
     for offset in range(0, num_bytes, context.slot_bytes):
         chunk = min(context.slot_bytes, num_bytes - offset)
@@ -391,7 +330,7 @@ def _all_reduce(context: Any, x: int, result: int, num_bytes: int) -> int:
     return DONE
 
 
-@_compiled
+@inlined
 def _copy_rows(
     context: Any, rows: int, flat: int, rank: int, start: int, end: int, row_bytes: int, pack: bool
 ) -> None:
@@ -411,7 +350,7 @@ def _copy_rows(
         position += piece
 
 
-@_compiled
+@inlined
 def _all_gather(context: Any, x: int, result: int, num_bytes: int, row_bytes: int) -> int:
     for start in range(0, num_bytes, context.slot_bytes):
         end = min(start + context.slot_bytes, num_bytes)
@@ -426,7 +365,7 @@ def _all_gather(context: Any, x: int, result: int, num_bytes: int, row_bytes: in
     return DONE
 
 
-@_compiled
+@inlined
 def _reduce_scatter(context: Any, x: int, result: int, num_bytes: int, row_bytes: int) -> int:
     """`num_bytes` and `row_bytes` are those of the result."""
     share = context.slot_bytes // (context.size * _PART_ALIGNMENT) * _PART_ALIGNMENT
@@ -446,7 +385,7 @@ def _reduce_scatter(context: Any, x: int, result: int, num_bytes: int, row_bytes
     return DONE
 
 
-@_compiled
+@inlined
 def _broadcast(context: Any, x: int, num_bytes: int) -> int:
     source = context.operation >> 16
     for start in range(0, num_bytes, context.slot_bytes):
@@ -462,14 +401,15 @@ def _broadcast(context: Any, x: int, num_bytes: int) -> int:
     return DONE
 
 
-def _run(
+@entry
+def run(
     context_address: int, operation: int, x: int, result: int, num_bytes: int, row_bytes: int
 ) -> int:
     """One collective; returns DONE, or what is wrong with the rank `culprit` (LATE: no rank).
 
     After anything but DONE the ranks no longer agree on the tick: only CLOSE may follow.
     """
-    context = carray(_pointer(context_address), 1, CONTEXT)[0]
+    context = carray(pointer(context_address), 1, CONTEXT)[0]
     if context.ended:
         return ENDED
     context.operation = operation
@@ -483,14 +423,8 @@ def _run(
         return _reduce_scatter(context, x, result, num_bytes, row_bytes)
     if kind == BROADCAST:
         return _broadcast(context, x, num_bytes)
-    _store_release(context.blocks + context.rank * BLOCK_BYTES + CLOSED_OFFSET, 1)
+    store_release(context.blocks + context.rank * BLOCK_BYTES + CLOSED_OFFSET, 1)
     return DONE
-
-
-try:
-    run: Any = njit(nogil=True, cache=True)(_run)
-except RuntimeError:  # "no locator available": numba finds no directory that it can write to
-    run = njit(nogil=True)(_run)
 
 
 def compile_or_load() -> None:

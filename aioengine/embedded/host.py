@@ -22,7 +22,7 @@ from aioengine.rank.joining import join_launch
 from aioengine.rank.model_files import find_model, load_text
 from aioengine.rank.place import Place
 from aioengine.rank.recording import StepRecorder
-from aioengine.rank.roles import new_engine, new_front_end, new_watch
+from aioengine.rank.roles import new_engine, new_front_end, new_watch, new_worker
 
 log = logging.getLogger(__name__)
 
@@ -117,13 +117,14 @@ class EngineHost:
             self._watch = new_watch(place, links)
             self._watch.pause()
             self._watch.failed.add_done_callback(self._tell_program)
+            worker = new_worker(place, model, source)
             self.engine = new_engine(
-                place, model, source, links, self._watch, device, is_embedded=True
+                place, model, links, self._watch, device, worker, is_embedded=True
             )
             self.recorder = StepRecorder(
                 asyncio.get_running_loop(), self.engine, self._watch, device
             )
-            stack.callback(self.engine.abandon)
+            stack.callback(device.abandon, worker)
             text = TextPool()
             stack.callback(text.close)
             async with asyncio.TaskGroup() as tasks:

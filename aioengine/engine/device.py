@@ -124,6 +124,11 @@ class DeviceThread:
         self.num_unfinished += 1
         self._tasks.put(_Task(run, prepare, on_done))
 
+    def abandon(self, worker: DeviceWorker) -> None:
+        """For a process that goes on, when the engine has ended: frees what a failure has left of
+        this rank's groups, as soon as the thread gets to it."""
+        self.submit(lambda: worker.call("abandon", {}), lambda *_: None)
+
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Queue a call and wait for its value. Raises WorkerError when it raised."""
         future: asyncio.Future[Any] = self._loop.create_future()

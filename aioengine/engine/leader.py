@@ -237,11 +237,6 @@ class Leader:
             )
         return RemoteCall(method_name(method), encode_arguments(args, kwargs), unique_reply_rank)
 
-    def abandon(self) -> None:
-        """For a process that goes on, when the engine has ended: frees what a failure has left of
-        this rank's groups, as soon as the device thread gets to it."""
-        self._device.submit(lambda: self._worker.call("abandon", {}), lambda *_: None)
-
     def _on_command(self, source: str, command: FrontEndCommand) -> None:
         self._front_end_beats.heard(source)
         self._inbox.put_nowait(FromFrontEnd(source, command))

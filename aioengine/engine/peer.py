@@ -116,11 +116,6 @@ class Peer:
         """This rank got a signal: the front ends drain the launch."""
         self._link.send(request)
 
-    def abandon(self) -> None:
-        """For a process that goes on, when the engine has ended: frees what a failure has left of
-        this rank's groups, as soon as the device thread gets to it."""
-        self._device.submit(lambda: self._worker.call("abandon", {}), lambda *_: None)
-
     # --- from the leader
 
     def _on_command(self, command: PeerCommand) -> None:

@@ -209,7 +209,7 @@ def _listed_merges(file: GGUFFile, vocab: dict[str, int]) -> list[tuple[str, str
     merges: list[tuple[str, str]] = []
     for merge in _need(file, "merges"):
         left, _, right = merge.partition(" ")
-        if not vocab.keys() >= {left, right, left + right}:
+        if left not in vocab or right not in vocab or left + right not in vocab:
             raise ValueError(
                 f"{file.path}: tokenizer.ggml.merges: {merge!r} does not make a token of two tokens"
             )

@@ -1,303 +1,341 @@
-"""Compiled attention of rows with one token over the paged cache, in place; and writing to it.
+"""Compiled causal attention over the paged cache, in place, for rows with one token and with more.
 
-Shapes: R rows · K kv heads · G query heads of a kv head · H head_dim · L cached tokens.
+Shapes: K kv heads · G query heads of a kv head · H head_dim · D = H, or H / 2 pairs.
 
-Keys lie as [block, K, H, slot] and values as [block, K, slot, H], so that the inner loops of both
-products run over adjacent elements: scores of 16 slots at a time, outputs of 16 features at a time.
-Vectors are of float32 whatever the type of the cache; LLVM lowers them to what the processor has.
+Keys lie as [block, K, D, slot] and values as [block, K, slot, H], or, as pairs (see
+`attention_tiles`), [block, K, slot / 2, H], so that the inner loops of both products run over
+adjacent items: the scores of many slots at a time, the sums of many features.
 
-A row's scores stay in float32 scratch between the two products. Slots behind its last token are
-read for scores and then overwritten by minus infinity, and are not read for values: what another
-request left there (NaN, even) cannot reach it. Where H is no multiple of 16 the last vector of
-values reads into the next slot, and behind the tensor after the last one, which must have room for
-it; those lanes are dropped.
+**A chunk** is a tile with one kv head. A tile are up to TILE_ROWS query rows: some tokens of a row
+with the G query heads. It goes through the keys KEYS at a time, a step: scores, softmax, weighted
+values. So its scratch does not grow with the context.
+
+**Long rows.** A row with one token is cut into parts of PART_STEPS steps, each a tile of its own,
+which leaves a line (see `attention_tiles`) of every step. Who is ready last adds them up.
+
+**Order of sums.** Steps stand at multiples of KEYS, each with a softmax of its own, and their lines
+are added up in order. So a token's result depends on nothing but its own context: not on how its
+prompt was cut into chunks, on parts, on other rows, nor on the number of threads.
+
+**Others' values.** Scores behind a token's own position are overwritten, whatever they are, and
+values behind the tile's last token are not read, or their bits are dropped: what another request
+left there (NaN, even) cannot reach this one. Where H is no multiple of REGISTER_LANES the last
+vector of values reads into the next slot, and behind the tensor after the last one, which must have
+room for it; those lanes are dropped.
 """
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 
+from aioengine.kernels.atomics import add, store_release
+from aioengine.kernels.attention_tiles import (
+    FEATURES,
+    ROWS,
+    STEP_UNITS,
+    VECTOR,
+    fold,
+    load_items,
+    score,
+    store_scaled,
+    sum_values_one,
+    sum_values_wide,
+    weigh,
+)
 from aioengine.kernels.codegen import (
     BFLOAT16,
-    F32,
     FLOAT16,
     FLOAT32,
-    IR_TYPES,
-    Code,
-    bytes_of,
-    copy_element,
+    PAIR,
+    REGISTER_LANES,
     element_bytes,
+    fill_floats,
     inlined,
     kernel,
     load_element,
     pointer,
-    store_element,
 )
 from aioengine.kernels.programs import op
 from aioengine.kernels.team import run_job
 
-VECTOR: Final = 16
-"""Elements worked on at a time: one register of AVX-512, two of AVX2, four of NEON."""
-MAX_HEADS: Final = 4
-"""Query heads of a kv head that share a pass over its keys or values."""
-_WIDE: Final = 4
-"""Vectors of features that share a pass over the values."""
-LOG2_E: Final = 1.4426950408889634
-_INT: Final = types.int64
-
-
-@intrinsic
-def _score(
-    typing: Any,
-    kind: Any,
-    num_heads: Any,
-    q: Any,
-    keys: Any,
-    stride: Any,
-    head_dim: Any,
-    scores: Any,
-    scores_stride: Any,
-) -> Any:
-    """Scores of VECTOR slots for `num_heads` query heads. Addresses: `q` float32 [heads, H],
-    `keys` elements [H, ·] with `stride` elements a row, `scores` float32 with `scores_stride`."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, num_heads, q, keys, stride, head_dim, scores, scores_stride = args
-        code, element = Code(builder, VECTOR), IR_TYPES[kind.dtype]
-        row_bytes = builder.mul(stride, code.const(bytes_of(element)))
-
-        def add(i: Any, sums: list[Any]) -> list[Any]:
-            key = code.load_elements(builder.add(keys, builder.mul(i, row_bytes)), element)
-            products = []
-            for head, total in enumerate(sums):
-                index = builder.add(i, builder.mul(code.const(head), head_dim))
-                query = code.splat(code.load(code.at(q, index, 4), F32))
-                products.append(code.fma(query, key, total))
-            return products
-
-        def emit(n: int) -> None:
-            for head, total in enumerate(code.loop(head_dim, [code.zero] * n, add)):
-                code.store(total, code.at(scores, builder.mul(code.const(head), scores_stride), 4))
-
-        code.for_each_count(num_heads, MAX_HEADS, emit)
-        return context.get_dummy_value()
-
-    return types.void(kind, *[_INT] * 7), generate
-
-
-def _accumulate(num_vectors: int) -> Any:
-    @intrinsic
-    def accumulate(
-        typing: Any,
-        kind: Any,
-        num_heads: Any,
-        weights: Any,
-        weights_stride: Any,
-        values: Any,
-        stride: Any,
-        count: Any,
-        out: Any,
-        out_stride: Any,
-    ) -> Any:
-        """Adds `count` slots' values, weighted, to `num_vectors` × VECTOR features of `num_heads`
-        outputs. Addresses: `weights` and `out` float32, `values` elements with `stride` a slot."""
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _, num_heads, weights, weights_stride, values, stride, count, out, out_stride = args
-            code, element = Code(builder, VECTOR), IR_TYPES[kind.dtype]
-            row_bytes = builder.mul(stride, code.const(bytes_of(element)))
-            vector_bytes = VECTOR * bytes_of(element)
-
-            def out_at(head: int, vector: int) -> Any:
-                index = builder.mul(code.const(head), out_stride)
-                return code.at(out, builder.add(index, code.const(vector * VECTOR)), 4)
-
-            def add(i: Any, sums: list[Any]) -> list[Any]:
-                row = builder.add(values, builder.mul(i, row_bytes))
-                loaded = [
-                    code.load_elements(builder.add(row, code.const(vector * vector_bytes)), element)
-                    for vector in range(num_vectors)
-                ]
-                products = []
-                for head in range(len(sums) // num_vectors):
-                    index = builder.add(i, builder.mul(code.const(head), weights_stride))
-                    weight = code.splat(code.load(code.at(weights, index, 4), F32))
-                    totals = sums[head * num_vectors : (head + 1) * num_vectors]
-                    products += [
-                        code.fma(weight, value, total)
-                        for value, total in zip(loaded, totals, strict=True)
-                    ]
-                return products
-
-            def emit(n: int) -> None:
-                places = [
-                    out_at(head, vector) for head in range(n) for vector in range(num_vectors)
-                ]
-                sums = code.loop(count, [code.load(place) for place in places], add)
-                for place, total in zip(places, sums, strict=True):
-                    code.store(total, place)
-
-            code.for_each_count(num_heads, MAX_HEADS, emit)
-            return context.get_dummy_value()
-
-        return types.void(kind, *[_INT] * 8), generate
-
-    return accumulate
-
-
-_accumulate_wide: Final = _accumulate(_WIDE)
-_accumulate_one: Final = _accumulate(1)
-
-
-@intrinsic
-def _softmax(typing: Any, scores: Any, num_vectors: Any) -> Any:
-    """Scores, in units of log 2, become weights 2^(score - largest); their sum is returned.
-
-    Addresses of float32; at least one score is finite.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        scores, num_vectors = args
-        code = Code(builder, VECTOR)
-
-        def vector_at(i: Any) -> Any:
-            return code.at(scores, i, 4 * VECTOR)
-
-        def larger(i: Any, sums: list[Any]) -> list[Any]:
-            return [code.max(sums[0], code.load(vector_at(i)))]
-
-        (largest,) = code.loop(num_vectors, [code.fill(float("-inf"))], larger)
-        top = code.splat(code.max_lanes(largest))
-
-        def exponentials(i: Any, sums: list[Any]) -> list[Any]:
-            power = code.exp2(builder.fsub(code.load(vector_at(i)), top))
-            code.store(power, vector_at(i))
-            return [builder.fadd(sums[0], power)]
-
-        (total,) = code.loop(num_vectors, [code.zero], exponentials)
-        return code.sum_lanes(total)
-
-    return types.float32(_INT, _INT), generate
-
-
-# --- kernels -----------------------------------------------------------------------------------
-
-TENSORS: Final = ("q", "k", "v", "out", "q_stride")
-"""The first fields of the jobs over a cache: what comes with each layer."""
+KEYS: Final = STEP_UNITS * VECTOR
+"""Of a step."""
+PART_STEPS: Final = 2
+PART_KEYS: Final = PART_STEPS * KEYS
+TILE_ROWS: Final = 96
+"""Which use a step's keys and values while these are in cache."""
+WHOLE: Final = -1
+"""The lines of a tile that is no part."""
 
 ATTEND: Final = np.dtype(
-    [(name, np.int64) for name in TENSORS]  # q_stride: elements from token to token
-    + [
+    [
+        *((name, np.int64) for name in ("q", "k", "v", "out")),  # addresses
+        ("q_stride", np.int64),  # elements from token to token
         ("num_chunks", np.int64),
         ("tables", np.int64),  # int64 [R, B]
         ("table_stride", np.int64),
         ("lengths", np.int64),  # int64 [R]
+        ("tiles", np.int64),  # TILE [·]
         ("num_kv", np.int64),
         ("group", np.int64),
         ("head_dim", np.int64),
         ("block_size", np.int64),
-        ("scratch", np.int64),  # float32 [threads, 3, MAX_HEADS, room]
-        ("room", np.int64),  # scratch_room(longest row, H)
+        ("scratch", np.int64),  # float32 [threads, scratch_floats]
+        ("scratch_floats", np.int64),
+        ("lines", np.int64),  # float32 [steps of rows that are cut, N, line_floats]
+        ("counters", np.int64),  # int64 [the same, K]; zeros between jobs
         ("scale", np.float64),  # of scores, in units of log 2
     ]
 )
-"""`args` of attention of rows with one token: addresses and sizes."""
-
-STORE: Final = np.dtype(
+"""`args` of the kernels: addresses and sizes."""
+TILE: Final = np.dtype(
     [
-        (name, np.int64)
-        for name in (
-            *("k_new", "v_new", "k", "v"),  # addresses
-            *("k_stride", "v_stride"),  # elements from token to token
-            *("num_chunks", "slots", "num_tokens"),  # int64 [T]
-            *("num_kv", "head_dim", "block_size"),
-        )
+        ("row", np.int64),  # whose table and length
+        ("token", np.int64),  # of the step, the tile's first
+        ("back", np.int64),  # from the row's length to that token's position
+        ("num_tokens", np.int64),
+        ("first_step", np.int64),  # of a part
+        ("lines", np.int64),  # the row's first step in the job's lines, or WHOLE
     ]
 )
-STORED_TOKENS: Final = 16
-"""Of a chunk: a block's worth, as the keys of a block share cache lines."""
+TILE_BYTES: Final = TILE.itemsize
 
 
-def scratch_room(longest: int, head_dim: int) -> int:
-    """For the scores of the longest row, or the outputs of a head."""
-    return max(longest, head_dim) + 2 * VECTOR
+def tokens_of_tile(group: int) -> int:
+    return max(1, TILE_ROWS // group)
 
 
-@inlined
-def _attend_heads(kind: Any, job: Any, row: int, kv: int, first: int, scratch: Any) -> None:
-    """Up to MAX_HEADS query heads of a kv head, from `first` of its G on. `scratch` has a line per
-    head for each of queries, scores and outputs."""
-    head_dim, block_size, room = job.head_dim, job.block_size, job.room
-    size = element_bytes(kind)
-    heads = min(MAX_HEADS, job.group - first)
-    place = (kv * job.group + first) * head_dim
-    q = job.q + (row * job.q_stride + place) * size
-    out = job.out + (row * job.num_kv * job.group * head_dim + place) * size
-    keys = job.k + kv * head_dim * block_size * size
-    values = job.v + kv * head_dim * block_size * size
-    length = carray(pointer(job.lengths), row + 1, np.int64)[row]
-    num_blocks = -(-length // block_size)
-    table = carray(pointer(job.tables + row * job.table_stride * 8), num_blocks, np.int64)
-    queries, scores, sums = scratch[0].ctypes.data, scratch[1].ctypes.data, scratch[2].ctypes.data
-    num_vectors = (length + VECTOR - 1) // VECTOR
-    block_bytes = job.num_kv * head_dim * block_size * size
-    flat = scratch[0].reshape(-1)
-    for i in range(heads * head_dim):
-        flat[i] = load_element(kind, q + i * size) * job.scale
-    for vector in range(num_vectors):
-        block, slot = divmod(vector * VECTOR, block_size)
-        here = keys + table[block] * block_bytes + slot * size
-        there = scores + vector * VECTOR * 4
-        _score(kind, heads, queries, here, block_size, head_dim, there, room)
-    for head in range(heads):
-        scratch[1, head, length : num_vectors * VECTOR] = -np.inf
-        scratch[2, head, : head_dim + VECTOR] = 0.0
-        scratch[0, head, 0] = _softmax(scores + head * room * 4, num_vectors)
-    for first in range(0, length, block_size):
-        block = values + table[first // block_size] * block_bytes
-        count = min(block_size, length - first)
-        weights = scores + first * 4
-        feature = 0
-        while feature < head_dim:
-            here, there = block + feature * size, sums + feature * 4
-            if head_dim - feature >= _WIDE * VECTOR:
-                _accumulate_wide(kind, heads, weights, room, here, head_dim, count, there, room)
-                feature += _WIDE * VECTOR
-            else:
-                _accumulate_one(kind, heads, weights, room, here, head_dim, count, there, room)
-                feature += VECTOR
-    for head in range(heads):
-        inverse = 1.0 / scratch[0, head, 0]
-        for i in range(head_dim):
-            store_element(kind, scratch[2, head, i] * inverse, out + (head * head_dim + i) * size)
+def line_floats(head_dim: int) -> int:
+    return _rounded(head_dim, REGISTER_LANES) + REGISTER_LANES
+
+
+def scratch_floats(group: int, head_dim: int) -> int:
+    """What a thread needs."""
+    rows = tokens_of_tile(group) * group
+    floats = 2 * 2 * STEP_UNITS + ROWS * _SCORES + rows * head_dim
+    floats += (rows + ROWS) * line_floats(head_dim)
+    return _rounded(floats, 32)
+
+
+def _rounded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+_SCORES: Final = KEYS + 2 * REGISTER_LANES
+"""Of a row, with what is written behind the last."""
+
+
+class _Work(NamedTuple):
+    """A chunk: sizes and addresses that hold for all its steps."""
+
+    kv: int
+    rows: int  # query rows
+    position: int  # of the first token
+    length: int  # that the last token sees
+    depth: int  # D
+    line_bytes: int
+    stats: int  # bytes from the begin of a line on
+    table: int  # int64 [B]
+    units: int  # int64 [2, STEP_UNITS]: of keys, of values
+    scores: int  # float32 [ROWS, _SCORES]
+    queries: int  # items [rows, D]
+    lines: int  # float32 [rows, line_floats], of all steps so far
+    step_lines: int  # [ROWS, line_floats], of one step
 
 
 @inlined
-def _attend_row(kind: Any, args: int, chunk: int, thread: int) -> None:
+def _numbers(kind: Any) -> int:
+    """Of an item."""
+    return 2 if kind is PAIR else 1
+
+
+@inlined
+def _number_bytes(kind: Any) -> int:
+    return element_bytes(kind) // _numbers(kind)
+
+
+@inlined
+def _work_of(kind: Any, job: Any, tile: Any, kv: int, thread: int) -> _Work:
+    position = carray(pointer(job.lengths), tile.row + 1, np.int64)[tile.row] - tile.back
+    rows = tile.num_tokens * job.group
+    stats = -(-job.head_dim // REGISTER_LANES) * REGISTER_LANES * 4
+    line_bytes = stats + REGISTER_LANES * 4
+    units = job.scratch + thread * job.scratch_floats * 4
+    scores = units + 2 * STEP_UNITS * 8
+    step_lines = scores + ROWS * _SCORES * 4
+    lines = step_lines + ROWS * line_bytes
+    queries = lines + rows * line_bytes
+    return _Work(
+        kv,
+        rows,
+        position,
+        position + tile.num_tokens,
+        job.head_dim // _numbers(kind),
+        line_bytes,
+        stats,
+        job.tables + tile.row * job.table_stride * 8,
+        units,
+        scores,
+        queries,
+        lines,
+        step_lines,
+    )
+
+
+@inlined
+def _find_units(kind: Any, job: Any, work: Any, key: int) -> None:
+    """The addresses of units of keys and values for a step from this key on; where there are fewer,
+    the last is repeated."""
+    block_size = job.block_size
+    slot_bytes = job.head_dim * _number_bytes(kind)
+    head_bytes = block_size * slot_bytes
+    table = carray(pointer(work.table), -(-work.length // block_size), np.int64)
+    units = carray(pointer(work.units), (2, STEP_UNITS), np.int64)
+    block, slot = divmod(key, block_size)
+    for i in range(STEP_UNITS):
+        head = (table[block] * job.num_kv + work.kv) * head_bytes
+        units[0, i] = job.k + head + slot * element_bytes(kind)
+        units[1, i] = job.v + head + slot * slot_bytes
+        if key + (i + 1) * VECTOR < work.length:
+            slot += VECTOR
+            if slot == block_size:
+                block, slot = block + 1, 0
+
+
+@inlined
+def _begin_lines(work: Any) -> None:
+    """Lines of no keys."""
+    fill_floats(work.lines, work.rows * work.line_bytes // 4, 0.0)
+    for i in range(work.rows):
+        fill_floats(work.lines + i * work.line_bytes + work.stats, 1, -np.inf)
+
+
+@inlined
+def _fold_lines(work: Any, row: int, num: int, others: int) -> None:
+    """Adds these lines to those of all steps, from a row on."""
+    line = work.lines + row * work.line_bytes
+    for i in range(num):
+        offset = i * work.line_bytes
+        fold(line + offset, others + offset, work.stats, work.stats // (4 * REGISTER_LANES))
+
+
+@inlined
+def _load_queries(kind: Any, job: Any, tile: Any, work: Any) -> None:
+    """Token by token, the G heads of a token together."""
+    width = job.group * work.depth
+    for i in range(tile.num_tokens):
+        source = (tile.token + i) * job.q_stride + work.kv * job.group * job.head_dim
+        target = work.queries + i * width * 4
+        load_items(kind, job.q + source * _number_bytes(kind), width, target)
+
+
+@inlined
+def _store_outputs(kind: Any, job: Any, tile: Any, work: Any) -> None:
+    for row in range(work.rows):
+        token, head = divmod(row, job.group)
+        place = ((tile.token + token) * job.num_kv + work.kv) * job.group + head
+        line = work.lines + row * work.line_bytes
+        inverse = np.float32(1.0) / load_element(FLOAT32, line + work.stats + 4)
+        out = job.out + place * job.head_dim * _number_bytes(kind)
+        store_scaled(kind, line, job.head_dim, inverse, out)
+
+
+@inlined
+def _weigh_rows(
+    kind: Any, job: Any, work: Any, row: int, num: int, key: int, most: int, lines: int
+) -> None:
+    """Scores of rows, of a step from this key on, become weights; the last row sees `most` keys."""
+    numbers = _numbers(kind)
+    vector = REGISTER_LANES * numbers
+    for i in range(num):
+        count = work.position + (row + i) // job.group + 1 - key
+        count = max(0, min(most, count))
+        num_vectors = (count + vector - 1) // vector
+        scores = work.scores + i * _SCORES * 4
+        fill_floats(scores + count * 4, vector, -np.inf)
+        stats = lines + i * work.line_bytes + work.stats
+        weigh(kind, scores, num_vectors, np.float32(job.scale), stats)
+        items = num_vectors * REGISTER_LANES
+        fill_floats(scores + items * 4, (most + numbers - 1) // numbers - items, 0.0)
+
+
+@inlined
+def _attend_rows(kind: Any, job: Any, work: Any, row: int, num: int, key: int, lines: int) -> None:
+    """Lines of up to ROWS query rows over a step, whose units are found, from this key on."""
+    head_dim, size = job.head_dim, element_bytes(kind)
+    last = work.position + (row + num - 1) // job.group
+    most = min(min(key + KEYS, work.length), last + 1) - key
+    queries, scores_bytes = work.queries + row * work.depth * 4, _SCORES * 4
+    key_bytes, value_bytes = job.block_size * size, head_dim * size
+    score(kind, num, queries, work.depth, work.units, key_bytes, most, work.scores, scores_bytes)
+    _weigh_rows(kind, job, work, row, num, key, most, lines)
+    units = work.units + STEP_UNITS * 8
+    feature = 0
+    while feature < head_dim:
+        offset, there = feature * size, lines + feature * 4
+        if head_dim - feature >= FEATURES:
+            sum_values_wide(
+                *(kind, num, work.scores, scores_bytes, units, offset, value_bytes, most),
+                *(there, work.line_bytes),
+            )
+            feature += FEATURES
+        else:
+            sum_values_one(
+                *(kind, num, work.scores, scores_bytes, units, offset, value_bytes, most),
+                *(there, work.line_bytes),
+            )
+            feature += REGISTER_LANES
+
+
+@inlined
+def _step_lines(job: Any, tile: Any, work: Any, step: int) -> int:
+    """Where the lines of one step lie: in the job's lines if this is a part."""
+    if tile.lines == WHOLE:
+        return work.step_lines
+    return job.lines + (((tile.lines + step) * job.num_kv + work.kv) * job.group) * work.line_bytes
+
+
+@inlined
+def _add_parts(job: Any, tile: Any, work: Any) -> bool:
+    """Whether this part of its row was the last to be ready. Then the row's lines are added up."""
+    num_steps = -(-work.length // KEYS)
+    counter = job.counters + (tile.lines * job.num_kv + work.kv) * 8
+    if add(counter, 1) + 1 < -(-num_steps // PART_STEPS):
+        return False
+    store_release(counter, 0)
+    for step in range(num_steps):
+        _fold_lines(work, 0, work.rows, _step_lines(job, tile, work, step))
+    return True
+
+
+@inlined
+def _attend(kind: Any, args: int, chunk: int, thread: int) -> None:
     job = carray(pointer(args), 1, ATTEND)[0]
-    row, kv = divmod(chunk, job.num_kv)
-    lines = pointer(job.scratch + thread * 3 * MAX_HEADS * job.room * 4)
-    scratch = carray(lines, (3, MAX_HEADS, job.room), np.float32)
-    for first in range(0, job.group, MAX_HEADS):
-        _attend_heads(kind, job, row, kv, first, scratch)
-
-
-@kernel
-def attend_float32(args: int, chunk: int, thread: int) -> None:
-    """`args` is an ATTEND; chunk i is kv head i % K of row i // K."""
-    _attend_row(FLOAT32, args, chunk, thread)
-
-
-@kernel
-def attend_bfloat16(args: int, chunk: int, thread: int) -> None:
-    _attend_row(BFLOAT16, args, chunk, thread)
-
-
-@kernel
-def attend_float16(args: int, chunk: int, thread: int) -> None:
-    _attend_row(FLOAT16, args, chunk, thread)
+    index, kv = divmod(chunk, job.num_kv)
+    tile = carray(pointer(job.tiles + index * TILE_BYTES), 1, TILE)[0]
+    work = _work_of(kind, job, tile, kv, thread)
+    is_part = tile.lines != WHOLE
+    num_steps = -(-work.length // KEYS)
+    if is_part:
+        num_steps = min(num_steps, tile.first_step + PART_STEPS)
+    _load_queries(kind, job, tile, work)
+    _begin_lines(work)
+    for step in range(tile.first_step, num_steps):
+        key = step * KEYS
+        lines = _step_lines(job, tile, work, step)
+        _find_units(kind, job, work, key)
+        for row in range(0, work.rows, ROWS):
+            num = min(ROWS, work.rows - row)
+            if work.position + (row + num - 1) // job.group < key:
+                continue
+            _attend_rows(kind, job, work, row, num, key, lines)
+            if is_part:
+                lines += num * work.line_bytes
+            else:
+                _fold_lines(work, row, num, lines)
+    if not is_part or _add_parts(job, tile, work):
+        _store_outputs(kind, job, tile, work)
 
 
 @op
@@ -318,51 +356,22 @@ def attend_layer(
     run_job(control, num_helpers, kernel_address, args, job.num_chunks)
 
 
-@inlined
-def _store(kind: Any, args: int, chunk: int) -> None:
-    job = carray(pointer(args), 1, STORE)[0]
-    num_kv, head_dim, block_size = job.num_kv, job.head_dim, job.block_size
-    size = element_bytes(kind)
-    slots = carray(pointer(job.slots), job.num_tokens, np.int64)
-    first = chunk * STORED_TOKENS
-    for token in range(first, min(first + STORED_TOKENS, job.num_tokens)):
-        block, slot = divmod(slots[token], block_size)
-        for kv in range(num_kv):
-            head = (block * num_kv + kv) * head_dim * block_size
-            k_new = job.k_new + (token * job.k_stride + kv * head_dim) * size
-            v_new = job.v_new + (token * job.v_stride + kv * head_dim) * size
-            k, v = job.k + (head + slot) * size, job.v + (head + slot * head_dim) * size
-            for i in range(head_dim):
-                copy_element(kind, k_new + i * size, k + i * block_size * size)
-                copy_element(kind, v_new + i * size, v + i * size)
-
-
-@op
-def store_layer(
-    control: int,
-    num_helpers: int,
-    kernel_address: int,
-    args: int,
-    k_new: int,
-    v_new: int,
-    k: int,
-    v: int,
-    k_stride: int,
-    v_stride: int,
-) -> None:
-    """The rest of the record is of the step."""
-    job = carray(pointer(args), 1, STORE)[0]
-    job.k_new, job.v_new, job.k, job.v = k_new, v_new, k, v
-    job.k_stride, job.v_stride = k_stride, v_stride
-    run_job(control, num_helpers, kernel_address, args, job.num_chunks)
+@kernel
+def attend_float32(args: int, chunk: int, thread: int) -> None:
+    """`args` is an ATTEND; chunk i is kv head i % K of tile i // K."""
+    _attend(FLOAT32, args, chunk, thread)
 
 
 @kernel
-def store_4_bytes(args: int, chunk: int, thread: int) -> None:
-    """`args` is a STORE; chunk i is its i-th STORED_TOKENS new tokens."""
-    _store(FLOAT32, args, chunk)
+def attend_bfloat16(args: int, chunk: int, thread: int) -> None:
+    _attend(BFLOAT16, args, chunk, thread)
 
 
 @kernel
-def store_2_bytes(args: int, chunk: int, thread: int) -> None:
-    _store(BFLOAT16, args, chunk)
+def attend_float16(args: int, chunk: int, thread: int) -> None:
+    _attend(FLOAT16, args, chunk, thread)
+
+
+@kernel
+def attend_pairs(args: int, chunk: int, thread: int) -> None:
+    _attend(PAIR, args, chunk, thread)

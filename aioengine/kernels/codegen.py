@@ -4,50 +4,45 @@ Kernels are functions that numba compiles. Their innermost loops are LLVM IR, em
 intrinsics through `Code`, because vectors of fixed width, and conversions of half types inside of
 them, are not numba's. Vectors are of float32 whatever the type in memory. Addresses are int64.
 
-**Types in memory** are classes: FLOAT32, BFLOAT16, FLOAT16. A compiled function takes one like an
-argument, and numba compiles it for each; nothing is passed at run time.
+**Types in memory** are classes: FLOAT32, BFLOAT16, FLOAT16, PAIR. A compiled function takes one as
+an argument, and numba compiles it for each; nothing is passed at run time.
 
 **Vector width.** On the processor that numba compiles for a register holds REGISTER_LANES floats,
 and there are NUM_REGISTERS of them: 16 and 32 with AVX-512, 8 and 16 with AVX, 4 and 32 on ARM
 (NEON), 4 and 16 on anything else. Wider vectors are right as well (LLVM splits them), but those
 that a loop keeps must fit the registers together.
 
-**Cache.** Machine code is kept on disk by numba, per processor and version of numba. numba itself
-takes code for stale when the file of the cached function has another date or size, and looks at no
-module which that function calls into. Ours is stale when the text of that file or of any source of
-this package is another. Only functions at module level are cached, and where no directory can be
-written to, everything is compiled at each start.
+**Cache.** Functions that are called from Python, or by a Team, are cached with all that they call
+(see cache.py); only functions at module level can be.
 """
 
-import hashlib
-import inspect
-import logging
 import platform
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import caching, cgutils
+from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-log = logging.getLogger(__name__)
+from aioengine.kernels.cache import cache_for
 
 FLOAT32: Final = np.float32
 BFLOAT16: Final = np.uint16
 """The class that stands for it; numpy has none."""
 FLOAT16: Final = np.float16
+PAIR: Final = np.uint32
+"""Of bfloat16, side by side, as dot products take them."""
 
-I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 
-IR_TYPES: Final = {types.float32: F32, types.uint16: I16, types.float16: F16}
-"""In memory, by numba's type. I16 stands for bfloat16."""
+IR_TYPES: Final = {types.float32: F32, types.uint16: I16, types.float16: F16, types.uint32: I32}
+"""In memory, by numba's type. I16 stands for bfloat16, I32 for a pair."""
 
 
 # --- the processor -------------------------------------------------------------------------------
@@ -75,50 +70,6 @@ REGISTER_LANES, NUM_REGISTERS = registers_of(platform.machine(), _FEATURES)
 # --- compiling -----------------------------------------------------------------------------------
 
 
-def digest_of(paths: Sequence[Path]) -> str:
-    """Of files: names and contents."""
-    digest = hashlib.sha256()
-    for path in paths:
-        text = path.read_bytes()
-        digest.update(f"{path.name} {len(text)} ".encode() + text)
-    return digest.hexdigest()
-
-
-_SOURCES: Final = sorted(Path(__file__).parent.glob("*.py"))
-_SOURCES_DIGEST: Final = digest_of(_SOURCES)
-
-
-class _Cache(caching.FunctionCache):  # type: ignore[misc] # numba has no types
-    """numba's, with another idea of what is stale."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        file = Path(inspect.getfile(function))
-        digest = _SOURCES_DIGEST if file in _SOURCES else digest_of([*_SOURCES, file])
-        self._cache_file = caching.IndexDataCacheFile(
-            self._cache_path, self._impl.filename_base, digest
-        )
-
-    def load_overload(self, signature: Any, target_context: Any) -> Any:
-        found = super().load_overload(signature, target_context)
-        if found is None:
-            _announce_compiling()
-        return found
-
-
-@cache
-def _announce_compiling() -> None:
-    """Once a process, as it takes seconds in which nothing else is heard of it."""
-    log.info("compiling kernels for this processor; later starts find them in numba's cache")
-
-
-def _cache_for(function: Callable[..., Any]) -> Any:
-    try:
-        return _Cache(function)
-    except RuntimeError:  # "no locator available": no directory that can be written to
-        return caching.NullCache()
-
-
 _OPTIONS: Final = {"nogil": True, "error_model": "numpy"}
 """A division by zero gives infinity, not an exception, which nobody could catch."""
 
@@ -129,7 +80,7 @@ inlined: Final = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS
 def entry(function: Callable[..., Any]) -> Any:
     """A function that Python calls, compiled at its first call; it runs without the GIL."""
     dispatcher = njit(**_OPTIONS)(function)
-    dispatcher._cache = _cache_for(function)
+    dispatcher._cache = cache_for(function)
     return dispatcher
 
 
@@ -157,7 +108,7 @@ class Kernel:
     def _compiled(self) -> Any:
         signature = (types.int64,) * 3, types.void
         compiled: Any = CFunc(self._function, signature, locals={}, options=_OPTIONS)
-        compiled._cache = _cache_for(self._function)
+        compiled._cache = cache_for(self._function)
         compiled.compile()
         return compiled
 
@@ -231,6 +182,10 @@ class Code:
         """The larger ones; of a number and a NaN, the number."""
         return self.call(f"llvm.maxnum.v{self.lanes}f32", self.floats, a, b)
 
+    def larger(self, a: Any, b: Any) -> Any:
+        """The same in one instruction of x86, if `b` is a number."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
     def exp2(self, x: Any) -> Any:
         """2^x, to 2e-7 of it, for x ≤ 127; 0 for x < -126."""
         builder = self.builder
@@ -260,8 +215,16 @@ class Code:
     def max_lanes(self, vector: Any) -> Any:
         return self.call(f"llvm.vector.reduce.fmax.v{self.lanes}f32", F32, vector)
 
-    def loop(self, count: Any, sums: Sequence[Any], body: Callable[..., list[Any]]) -> list[Any]:
-        """`sums = body(i, sums)` for i in range(count), in registers; the final sums."""
+    def loop(
+        self,
+        count: Any,
+        sums: Sequence[Any],
+        body: Callable[..., list[Any]],
+        *,
+        is_unrolled: bool = True,
+    ) -> list[Any]:
+        """`sums = body(i, sums)` for i in range(count), in registers; the final sums. Where they
+        leave few registers LLVM must be told not to unroll."""
         builder = self.builder
         before = builder.block
         head, inside, after = (
@@ -279,8 +242,29 @@ class Code:
         for phi, value in zip(phis, body(i, phis), strict=True):
             phi.add_incoming(value, builder.block)
         i.add_incoming(builder.add(i, self.const(1)), builder.block)
-        builder.branch(head)
+        back = builder.branch(head)
+        if not is_unrolled:
+            back.set_metadata("llvm.loop", _not_unrolled(builder.module))
         builder.position_at_end(after)
+        return phis
+
+    def when(
+        self, condition: Any, values: Sequence[Any], body: Callable[[], list[Any]]
+    ) -> list[Any]:
+        """`values`, or what `body()` makes of them."""
+        builder = self.builder
+        before = builder.block
+        inside, after = (builder.append_basic_block(name) for name in ("when", "after"))
+        builder.cbranch(condition, inside, after)
+        builder.position_at_end(inside)
+        changed = body()
+        inside = builder.block
+        builder.branch(after)
+        builder.position_at_end(after)
+        phis = [builder.phi(value.type) for value in values]
+        for phi, value, other in zip(phis, values, changed, strict=True):
+            phi.add_incoming(value, before)
+            phi.add_incoming(other, inside)
         return phis
 
     def for_each_count(self, count: Any, most: int, emit: Callable[[int], None]) -> None:
@@ -294,6 +278,14 @@ class Code:
             emit(n)
             self.builder.branch(done)
         self.builder.position_at_end(done)
+
+
+def _not_unrolled(module: Any) -> Any:
+    """What LLVM wants to know of a loop: a node that begins with itself."""
+    option = module.add_metadata(["llvm.loop.unroll.disable"])
+    node = module.add_metadata([f"loop {len(module.metadata)}"])
+    node.operands = (node, option)
+    return node
 
 
 def for_each(builder: Any, count: Any, body: Callable[[Code, Any], None]) -> None:
@@ -323,7 +315,7 @@ _ROUNDER: Final = 1.5 * 2.0**23
 
 def bytes_of(element: Any) -> int:
     """Of one element of an IR type in memory."""
-    return 4 if element is F32 else 2
+    return 4 if element in (F32, I32) else 2
 
 
 def widened(builder: Any, stored: Any) -> Any:
@@ -382,7 +374,7 @@ def pointer(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def element_bytes(typing: Any, kind: Any) -> Any:
-    """Of FLOAT32, BFLOAT16 or FLOAT16."""
+    """Of FLOAT32, BFLOAT16, FLOAT16 or PAIR."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return I64(bytes_of(IR_TYPES[kind.dtype]))

@@ -48,7 +48,8 @@ from aioengine.kernels.quantized_tiles import (
 from aioengine.kernels.team import Team, run_job
 
 PANEL_ROWS: Final = 128
-"""Rows that a chunk works on: few enough to stay in a core's second-level cache."""
+PANEL_BYTES: Final = 1 << 19
+"""Of the rows of x that a chunk works on, at most: they stay in a core's second-level cache."""
 CHUNKS_PER_THREAD: Final = 4
 PREPARED_ROWS: Final = 16
 """Rows of x that are prepared in a chunk."""
@@ -69,6 +70,7 @@ _JOB: Final = np.dtype(
             "num_groups",
             "num_tiles",
             "tiles_per_chunk",
+            "panel_rows",
             "blocks",
             "x",  # blocks in strips
             "x_bytes",  # of a block
@@ -224,12 +226,12 @@ def _multiply(products: Any, block_bytes: int, args: int, chunk: int, thread: in
     """`products` of one tile."""
     job = _job(args)
     panel, part = divmod(chunk, _parts(job.num_tiles, job.tiles_per_chunk))
-    first_tile, first_row = part * job.tiles_per_chunk, panel * PANEL_ROWS
+    first_tile, first_row = part * job.tiles_per_chunk, panel * job.panel_rows
     scratch = job.scratch + thread * _SCRATCH_BYTES
     for tile in range(first_tile, min(job.num_tiles, first_tile + job.tiles_per_chunk)):
         blocks = job.blocks + tile * job.num_groups * block_bytes
         count = min(TILE, job.num_outputs - tile * TILE)
-        for row in range(first_row, min(job.num_rows, first_row + PANEL_ROWS), MAX_ROWS):
+        for row in range(first_row, min(job.num_rows, first_row + job.panel_rows), MAX_ROWS):
             num_rows = min(MAX_ROWS, job.num_rows - row)
             strip = job.x + row * job.num_groups * job.x_bytes
             products(num_rows, job.num_groups, blocks, strip, scratch)
@@ -311,7 +313,9 @@ def _run(
     job.num_tiles = _parts(num_outputs, TILE)
     job.tiles_per_chunk = _parts(job.num_tiles, max_chunks)
     run_job(control, num_helpers, prepare_kernel, args, _parts(num_rows, PREPARED_ROWS))
-    num_chunks = _parts(num_rows, PANEL_ROWS) * _parts(job.num_tiles, job.tiles_per_chunk)
+    strips = min(PANEL_ROWS, PANEL_BYTES // (job.num_groups * job.x_bytes)) // MAX_ROWS
+    job.panel_rows = max(1, strips) * MAX_ROWS
+    num_chunks = _parts(num_rows, job.panel_rows) * _parts(job.num_tiles, job.tiles_per_chunk)
     run_job(control, num_helpers, multiply_kernel, args, num_chunks)
 
 

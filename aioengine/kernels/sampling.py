@@ -13,6 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
+from aioengine.kernels.codegen import entry, inlined
+
 _LOG2_E: Final = np.float32(1.4426950408889634)
 _NUM_BINS: Final = 1024
 _RUN: Final = 64
@@ -20,10 +22,13 @@ _RUN: Final = 64
 _FLUSHED: Final = np.float32(-126)
 """Weights below two to this are 0: the last that is a normal float32."""
 
-_compiled = njit(nogil=True, cache=True, error_model="numpy")
+_contracted: Final = njit(
+    no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy", fastmath={"contract"}
+)
+"""Like `inlined`, with products and sums fused where the processor can."""
 
 
-@_compiled
+@entry
 def draw(
     logits_RV: Any,
     rows_N: Any,
@@ -55,7 +60,7 @@ def draw(
         ids_R[row] = _invert(weights_V, least, uniform(seeds_N[n], positions_N[n], choices_N[n]))
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+@_contracted
 def _weigh(logits_V: Any, best: Any, temperature: Any, weights_V: Any, powers_V: Any) -> None:
     """exp((logit - best) / temperature), as 2^n · 2^f with f in [-1/2, 1/2]; the series of 2^f
     ends with f^6: within 2e-7. Both loops are vectorised by LLVM."""
@@ -79,7 +84,7 @@ def _weigh(logits_V: Any, best: Any, temperature: Any, weights_V: Any, powers_V:
         weights_V[i] *= as_floats_V[i]
 
 
-@_compiled
+@inlined
 def _least_kept(weights_V: Any, least: Any, by_count: Any, target: Any) -> Any:
     """The greatest weight such that those from it on reach a count, or a mass; of weights that are
     `least` or more."""
@@ -107,7 +112,7 @@ def _least_kept(weights_V: Any, least: Any, by_count: Any, target: Any) -> Any:
     return found.view(np.float32)[0]
 
 
-@_compiled
+@inlined
 def _run_sums(weights_V: Any, least: Any) -> Any:
     """What is kept of each run of tokens, and of all together."""
     sums = np.empty(-(-len(weights_V) // _RUN), np.float64)
@@ -122,7 +127,7 @@ def _run_sums(weights_V: Any, least: Any) -> Any:
     return sums, total
 
 
-@_compiled
+@inlined
 def _invert(weights_V: Any, least: Any, uniform: Any) -> Any:
     """The first token, in vocabulary order, whose cumulated share exceeds the uniform."""
     sums, total = _run_sums(weights_V, least)
@@ -141,7 +146,7 @@ def _invert(weights_V: Any, least: Any, uniform: Any) -> Any:
     return last
 
 
-@_compiled
+@inlined
 def uniform(seed: Any, position: Any, choice: Any) -> Any:
     """As `worker/philox.py` has it, for one row: Philox4x32-10."""
     low, word = np.uint64(0xFFFFFFFF), np.uint64(32)

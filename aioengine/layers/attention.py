@@ -130,7 +130,7 @@ def _cache_slots(inputs: PagedInputs, rows: slice) -> Tensor:
     return (inputs.block_table_RB[rows, :, None] * inputs.block_size + offsets).flatten(1)
 
 
-Shape = tuple[int, int, int, int]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +139,14 @@ class AttentionBackend:
 
     begin: Callable[[PagedInputs], Attention]
     """For one step."""
-    cache_shapes: Callable[[int, int, int, int], tuple[Shape, Shape]]
+    cache_shapes: Callable[[int, int, int, int, torch.dtype], tuple[Shape, Shape]]
     """Of a layer's keys and values, from the numbers of blocks, slots of a block, kv heads and
-    head_dim. `begin` reads and writes these."""
+    head_dim, and their type. `begin` reads and writes these."""
 
 
 GATHER: Final = AttentionBackend(
     GatherAttention,
-    lambda blocks, slots, heads, dim: ((blocks, slots, heads, dim), (blocks, slots, heads, dim)),
+    lambda blocks, slots, heads, dim, _: ((blocks, slots, heads, dim), (blocks, slots, heads, dim)),
 )
 
 
@@ -165,10 +165,4 @@ def attention_backend(
             module.VECTOR,
         )
         return GATHER
-    return AttentionBackend(
-        module.CpuThreads(team).begin,
-        lambda blocks, slots, heads, dim: (
-            (blocks, heads, dim, slots),
-            (blocks, heads, slots, dim),
-        ),
-    )
+    return AttentionBackend(module.CpuThreads(team).begin, module.cache_shapes)

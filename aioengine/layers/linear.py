@@ -53,7 +53,7 @@ class QuantizedWeight:
         self._add = place.backend.add
         self._dtype = place.dtype
         self._matrix, self.parts = packed_parts(
-            stored, sizes, in_features, place.device, place.backend.quantize
+            stored, sizes, in_features, place.memory, place.backend.quantize
         )
 
     def apply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:

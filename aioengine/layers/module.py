@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from aioengine.dist.groups import GroupCoordinator
 from aioengine.layers.backend import TORCH, LayerBackend
+from aioengine.layers.memory import ParameterMemory
 from aioengine.layers.partition import Shard
 from aioengine.layers.quantized import PackedParameter
 from aioengine.layers.quantized_format import Format
@@ -16,7 +17,7 @@ from aioengine.layers.quantized_format import Format
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The tp group that shares a layer, the type and device of its parameters, and what computes
+    """The tp group that shares a layer, the type and memory of its parameters, and what computes
     with them.
 
     `formats` says by full names which matrices are kept quantised; `name` is the published name of
@@ -25,7 +26,7 @@ class Placement:
 
     tp: GroupCoordinator
     dtype: torch.dtype
-    device: torch.device
+    memory: ParameterMemory
     backend: LayerBackend = TORCH
     formats: Mapping[str, Format] = field(default_factory=dict)
     name: str = ""
@@ -35,26 +36,29 @@ class Placement:
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
 
     @property
+    def device(self) -> torch.device:
+        return self.memory.device
+
+    @property
     def format(self) -> Format | None:
         """Of the weight of what is being built; None: it is of type `dtype`."""
         return self.formats.get(f"{self.name}.weight")
 
     def empty(self, *shape: int) -> nn.Parameter:
         """Uninitialised memory: the loader fills it, padding included."""
-        data = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return nn.Parameter(data, requires_grad=False)
+        return nn.Parameter(self.memory.empty(shape, self.dtype), requires_grad=False)
 
     def matrix(self, num_rows: int, num_columns: int) -> nn.Parameter:
         """The same for the weight of what is being built, in its format."""
         if self.format is None:
             return self.empty(num_rows, num_columns)
         shape = num_rows, num_columns
-        return PackedParameter.empty(self.format, shape, self.device, self.backend.quantize)
+        return PackedParameter.empty(self.format, shape, self.memory, self.backend.quantize)
 
     def stacked(self, sizes: Sequence[int], *shape: int) -> tuple[Tensor, list[nn.Parameter]]:
         """Parameters of `sizes` rows that lie one behind the other, and all their rows as one
         tensor."""
-        rows = torch.empty((sum(sizes), *shape), dtype=self.dtype, device=self.device)
+        rows = self.memory.empty((sum(sizes), *shape), self.dtype)
         return rows, [
             nn.Parameter(part, requires_grad=False) for part in rows.split_with_sizes(sizes)
         ]

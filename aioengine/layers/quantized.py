@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from aioengine.layers.memory import ParameterMemory
 from aioengine.layers.quantized_format import TILE, Format, Groups, pack, quantize, unpack
 
 Quantize = Callable[[Tensor, Format, Tensor], None]
@@ -49,10 +50,10 @@ class PackedParameter(nn.Parameter):
         cls,
         stored: Format,
         shape_OI: tuple[int, int],
-        device: torch.device,
+        memory: ParameterMemory,
         quantize: Quantize = quantize_by_torch,
     ) -> "PackedParameter":
-        blocks_TGB = torch.empty(stored.packed_shape(*shape_OI), dtype=torch.uint8, device=device)
+        blocks_TGB = memory.empty(stored.packed_shape(*shape_OI), torch.uint8)
         return cls(blocks_TGB, stored, shape_OI, quantize)
 
     @torch.no_grad()
@@ -101,7 +102,7 @@ def packed_parts(
     stored: Format,
     sizes: Sequence[int],
     in_features: int,
-    device: torch.device,
+    memory: ParameterMemory,
     quantize: Quantize = quantize_by_torch,
 ) -> tuple[PackedParameter, list[PackedParameter]]:
     """A matrix of the rows of all parts, one below the other, and the parts, which are views of it.
@@ -109,7 +110,7 @@ def packed_parts(
     All but the last must fill whole tiles.
     """
     assert all(size % TILE == 0 for size in sizes[:-1])
-    whole = PackedParameter.empty(stored, (sum(sizes), in_features), device)
+    whole = PackedParameter.empty(stored, (sum(sizes), in_features), memory)
     tiles = [-(-size // TILE) for size in sizes]
     return whole, [
         PackedParameter(blocks_TGB, stored, (size, in_features), quantize)

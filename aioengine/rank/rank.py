@@ -24,7 +24,7 @@ from aioengine.rank.garbage import settle_collector
 from aioengine.rank.joining import Links, join_launch
 from aioengine.rank.place import Place
 from aioengine.rank.recording import StepRecorder
-from aioengine.rank.roles import new_engine, new_front_end, new_watch
+from aioengine.rank.roles import new_engine, new_front_end, new_watch, new_worker
 from aioengine.rank.serving import HttpService
 from aioengine.rank.tracing import TraceSubject
 
@@ -138,7 +138,8 @@ class Rank:
         """Lead or follow until the end; None when it was in order."""
         place = self._place
         watch = new_watch(place, links)
-        self._engine = new_engine(place, self._model, self._source, links, watch, device)
+        worker = new_worker(place, self._model, self._source)
+        self._engine = new_engine(place, self._model, links, watch, device, worker)
         subject = TraceSubject(self._engine, watch, device)
         loop = asyncio.get_running_loop()
         steps = StepRecorder(loop, self._engine, watch, device)

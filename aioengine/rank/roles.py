@@ -26,18 +26,8 @@ def new_watch(place: Place, links: Links) -> Watch:
     )
 
 
-def new_engine(
-    place: Place,
-    model: ModelConfig,
-    source: ModelSource,
-    links: Links,
-    watch: Watch,
-    device: DeviceThread,
-    *,
-    is_embedded: bool = False,
-) -> Leader | Peer:
-    """`is_embedded`: inside a trainer's rank, where a leader ends with its own front end."""
-    worker = Worker(
+def new_worker(place: Place, model: ModelConfig, source: ModelSource) -> Worker:
+    return Worker(
         config=place.config,
         layout=place.layout,
         rank=place.rank,
@@ -48,6 +38,19 @@ def new_engine(
         model_config=model,
         source=source,
     )
+
+
+def new_engine(
+    place: Place,
+    model: ModelConfig,
+    links: Links,
+    watch: Watch,
+    device: DeviceThread,
+    worker: Worker,
+    *,
+    is_embedded: bool = False,
+) -> Leader | Peer:
+    """`is_embedded`: inside a trainer's rank, where a leader ends with its own front end."""
     if links.leader is not None:
         return Peer(watch, place.leader_rank, links.leader, device, worker, place.startup)
     return Leader(

@@ -52,7 +52,7 @@ class KVShape:
     ) -> dict[int, LayerCache]:
         """Zeroed caches by global layer number; block 0 of the `num_blocks` is the null block."""
         k_shape, v_shape = attention.cache_shapes(
-            num_blocks, self.block_size, self.num_kv_heads, self.head_dim
+            num_blocks, self.block_size, self.num_kv_heads, self.head_dim, self.dtype
         )
         return {
             layer: LayerCache(

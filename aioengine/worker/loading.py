@@ -14,6 +14,7 @@ from aioengine.config import Quantization
 from aioengine.dist.groups import GroupCoordinator
 from aioengine.errors import StartupError
 from aioengine.layers.backend import layer_backend
+from aioengine.layers.memory import ParameterMemory
 from aioengine.layers.module import Placement
 from aioengine.layers.quantized_format import Format
 from aioengine.layers.team import Team
@@ -52,7 +53,7 @@ class StagePlan:
             self.layers,
             is_first=self.is_first,
             is_last=self.is_last,
-            place=Placement(self.tp, self.dtype, device, backend, self.formats),
+            place=Placement(self.tp, self.dtype, ParameterMemory(device), backend, self.formats),
         )
 
     def outline(self) -> LlamaStage:

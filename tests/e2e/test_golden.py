@@ -28,7 +28,16 @@ async def test_stories(layout: str, scheduling: str) -> None:
     "scheduling",
     ["--async-scheduling", pytest.param("--no-async-scheduling", marks=pytest.mark.layouts)],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "one",
+        "dp2",
+        "tp2-pp2",
+        pytest.param("tp2", marks=pytest.mark.layouts),
+        pytest.param("pp2", marks=pytest.mark.layouts),
+    ],
+)
 async def test_smollm2(layout: str, scheduling: str) -> None:
     num_ranks, flags = LAYOUTS[layout]
     with Launch("--dtype", "float32", *flags, scheduling, num_ranks=num_ranks) as launch:

@@ -32,7 +32,17 @@ SMOLLM2_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", STORIES_LAYOUTS)
+FURTHER = {"tp4", "pp3", "tp2-dp2", "pp2-dp2"}
+"""In which nothing meets that does not in another one, here or in test_golden.py."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.layouts if layout in FURTHER else ())
+        for layout in STORIES_LAYOUTS
+    ],
+)
 async def test_stories(layout: str) -> None:
     num_ranks, flags = STORIES_LAYOUTS[layout]
     with Launch("--model", str(STORIES), *flags, num_ranks=num_ranks) as launch:

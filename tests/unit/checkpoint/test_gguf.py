@@ -225,3 +225,19 @@ def test_malformed(tmp_path: Path) -> None:
         path.write_bytes(broken)
         with pytest.raises(StartupError, match=r"bad\.gguf: not a readable GGUF file"):
             GGUFFile(path)
+
+
+def test_malformed_lists_of_strings(tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    key = "tokenizer.ggml.tokens"
+    write(path, TINY | {key: ["long", "short"]})
+    content = path.read_bytes()
+    at = content.index(b"long")
+    path.write_bytes(content[: at - 8] + b"\xff" * 8 + content[at:])
+    with pytest.raises(StartupError, match=r"bad\.gguf: not a readable GGUF file"):
+        GGUFFile(path)
+    path.write_bytes(content.replace(b"long", b"\xff\xfe\xff\xfe"))
+    file = GGUFFile(path)
+    assert key in file.fields
+    with pytest.raises(StartupError, match=rf"bad\.gguf: {key}: .*can't decode"):
+        file.fields[key]

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from aioengine.dist.groups import GroupCoordinator
 from aioengine.layers.embedding import LMHead, VocabParallelEmbedding
 from aioengine.layers.linear import ColumnParallelLinear
+from aioengine.layers.memory import ParameterMemory
 from aioengine.layers.module import Placement
 from aioengine.layers.partition import split_even
 from aioengine.layers.quantized import PackedParameter
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def place(dtype: torch.dtype = torch.float32) -> Placement:
-    return Placement(GroupCoordinator("tp", (0,), 0, device=CPU), dtype, CPU)
+    return Placement(GroupCoordinator("tp", (0,), 0, device=CPU), dtype, ParameterMemory(CPU))
 
 
 @pytest.mark.parametrize("bias", [False, True])

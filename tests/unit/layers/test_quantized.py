@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from aioengine.layers.backend import TORCH, layer_backend
+from aioengine.layers.memory import ParameterMemory
 from aioengine.layers.quantized import PackedParameter, packed_parts
 from aioengine.layers.quantized_format import (
     GROUP,
@@ -27,7 +28,7 @@ def filled(
     stored: Format, shape: tuple[int, int], weight_OI: Tensor | None = None
 ) -> PackedParameter:
     """With random weights unless they are given."""
-    parameter = PackedParameter.empty(stored, shape, CPU)
+    parameter = PackedParameter.empty(stored, shape, ParameterMemory(CPU))
     if weight_OI is None:
         weight_OI = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     parameter.fill(weight_OI)
@@ -89,7 +90,7 @@ def test_rows_are_looked_up(stored: Format) -> None:
 
 def test_what_is_missing_is_zero() -> None:
     """A trailing rank of a tp group has fewer rows and columns than room."""
-    parameter = PackedParameter.empty(INT4, (40, 96), CPU)
+    parameter = PackedParameter.empty(INT4, (40, 96), ParameterMemory(CPU))
     parameter.data.fill_(255)
     parameter.fill(torch.ones(20, 64))
     values_OI = parameter.dequantize()
@@ -105,7 +106,7 @@ def test_floats_cannot_be_copied_in_by_mistake() -> None:
 
 
 def test_parts_are_views() -> None:
-    whole, parts = packed_parts(INT4, [32, 16, 5], 64, CPU)
+    whole, parts = packed_parts(INT4, [32, 16, 5], 64, ParameterMemory(CPU))
     for part in parts:
         part.fill(torch.randn(part.shape_OI))
     assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
@@ -146,7 +147,7 @@ def test_kernels_quantise(stored: Format, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         weight_OI = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         expected_OI = filled(stored, shape, weight_OI).dequantize()
-        parameter = PackedParameter.empty(stored, shape, CPU, quantize_by_kernels)
+        parameter = PackedParameter.empty(stored, shape, ParameterMemory(CPU), quantize_by_kernels)
         parameter.fill(weight_OI)
         values_OI = parameter.dequantize()
         if stored is INT8:
@@ -156,7 +157,7 @@ def test_kernels_quantise(stored: Format, dtype: torch.dtype) -> None:
             assert relative_error(values_OI, weight_OI) <= 1.001 * limit
         parameter.fill(values_OI)
         assert relative_error(parameter.dequantize(), values_OI) < 0.002
-    parameter = PackedParameter.empty(stored, (40, 96), CPU, quantize_by_kernels)
+    parameter = PackedParameter.empty(stored, (40, 96), ParameterMemory(CPU), quantize_by_kernels)
     parameter.data.fill_(255)
     parameter.fill(torch.ones(20, 64, dtype=dtype))
     values_OI = parameter.dequantize()

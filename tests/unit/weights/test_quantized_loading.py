@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from aioengine.checkpoint.source import ModelSource
 from aioengine.config import Quantization
+from aioengine.layers.memory import ParameterMemory
 from aioengine.layers.partition import Shard
 from aioengine.layers.quantized import PackedParameter
 from aioengine.layers.quantized_format import INT4, INT4_FLOAT32, INT8, Format
@@ -61,7 +62,7 @@ def test_blocks_of_gguf_are_kept(tmp_path: Path, kind: str) -> None:
             shape = [num_outputs, num_inputs]
             if dim is not None:
                 shape[dim] = stop - start
-            parameter = PackedParameter.empty(stored, (shape[0], shape[1]), CPU)
+            parameter = PackedParameter.empty(stored, (shape[0], shape[1]), ParameterMemory(CPU))
             parameter.fill(index.read_groups(name, dim, start, stop))
             expected = index.read(name, dim, start, stop)
             torch.testing.assert_close(parameter.dequantize(), expected, rtol=1e-6, atol=1e-6)
@@ -108,7 +109,7 @@ def test_a_cut_within_groups(tmp_path: Path) -> None:
     assert DOWN not in choose_formats(wanted_of(index, shard), index, "auto", torch.bfloat16)
     formats = choose_formats(wanted_of(index, shard), index, "int8", torch.bfloat16)
     assert formats[DOWN] == INT8
-    parameter = PackedParameter.empty(INT8, (index.shape(DOWN)[0], 100), CPU)
+    parameter = PackedParameter.empty(INT8, (index.shape(DOWN)[0], 100), ParameterMemory(CPU))
     load_weights([Wanted(DOWN, DOWN, parameter, shard)], index)
     expected = index.read(DOWN, 1, 100, 200)
     assert (parameter.dequantize() - expected).abs().max() < expected.abs().max() / 127
@@ -116,7 +117,7 @@ def test_a_cut_within_groups(tmp_path: Path) -> None:
 
 def test_padding_is_zero(tmp_path: Path) -> None:
     index = float_index(tmp_path)
-    parameter = PackedParameter.empty(INT8, (16, 256), CPU)
+    parameter = PackedParameter.empty(INT8, (16, 256), ParameterMemory(CPU))
     load_weights([Wanted(EMBED, EMBED, parameter, Shard(0, 30, 40, 16, 40))], index)
     values = parameter.dequantize()
     torch.testing.assert_close(values[:10], index.read(EMBED, 0, 30, 40), rtol=0, atol=0.05)

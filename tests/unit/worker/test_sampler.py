@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels import sampling as kernels
+from aioengine.kernels.codegen import entry
 from aioengine.messages import Sampled, SlotParams
 from aioengine.worker import sampler as sampler_module
 from aioengine.worker.philox import uniforms
@@ -244,9 +245,14 @@ def test_unusable_rows_get_valid_ids_from_compiled_draws(limits: dict[str, Any])
     assert draws.best_R.isfinite().tolist() == [False, False, False, True]
 
 
+@entry
+def compiled_uniform(seed: int, position: int, choice: int) -> float:
+    return kernels.uniform(seed, position, choice)
+
+
 def test_the_compiled_generator_is_the_same() -> None:
     generator = np.random.default_rng(5)
     seeds = generator.integers(0, 2**63, 200, dtype=np.uint64)
     positions, choices = generator.integers(0, 2**20, 200), generator.integers(0, 128, 200)
-    found = [kernels.uniform(*row) for row in zip(seeds, positions, choices, strict=True)]
+    found = [compiled_uniform(*row) for row in zip(seeds, positions, choices, strict=True)]
     assert found == uniforms(seeds, positions, choices).tolist()
