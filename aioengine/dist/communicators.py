@@ -4,7 +4,8 @@ All ranks of a group must pick the same backend, so `accepts` may look only at w
 of them: shape, type and device.
 """
 
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,20 @@ from aioengine.activity import Activity
 from aioengine.errors import EngineError
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+
+
+class Capture(Protocol):
+    """Whoever notes what a backend calls, to call it again without the backend."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that stays in its place, for a result."""
+        ...
+
+    def note_call(
+        self, function: Any, args: Sequence[int], on_failure: Callable[[int], None]
+    ) -> None:
+        """A compiled function of int64, and what raises when it returns anything but 0."""
+        ...
 
 
 class CollectiveBackend(Protocol):
@@ -25,6 +40,8 @@ class CollectiveBackend(Protocol):
     """
 
     name: str
+    capture: Capture | None
+    """Set while calls are to be noted; a backend that does nothing with it cannot be captured."""
 
     def accepts(self, operation: Operation, x: Tensor) -> bool:
         """Looks only at what is equal on all ranks: shape, type and device; never at strides.
@@ -138,6 +155,10 @@ class Communicator:
     def enter_job(self, seq: int) -> None:
         for backend in self._backends:
             backend.enter_job(seq)
+
+    def set_capture(self, capture: Capture | None) -> None:
+        for backend in self._backends:
+            backend.capture = capture
 
     def exercise(self, device: torch.device) -> None:
         """One small tensor through everything that each backend accepts.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aioengine.activity import Activity
 from aioengine.dist import ops
-from aioengine.dist.communicators import Communicator
+from aioengine.dist.communicators import Capture, Communicator
 from aioengine.dist.plain_values import broadcast_value
 from aioengine.dist.tensor_dict import ReceivedDict, SentDict, TensorDictLink, broadcast_dict
 from aioengine.errors import EngineError
@@ -160,6 +160,11 @@ class GroupCoordinator:
         """What follows belongs to this job of the replica's sequence."""
         if self.world_size > 1:
             self.communicator.enter_job(seq)
+
+    def set_capture(self, capture: Capture | None) -> None:
+        """Have collectives noted, until None is set."""
+        if self.world_size > 1:
+            self.communicator.set_capture(capture)
 
     def barrier(self) -> None:
         if self.world_size > 1:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from aioengine.dist.communicators import Operation
+from aioengine.dist.communicators import Capture, Operation
 
 ONE_SHOT_BYTES: Final = 512 * 1024
 """Most bytes that a rank receives in one step of a gloo all_reduce; larger sums take two steps."""
@@ -48,6 +48,7 @@ class GlooBackend:
     """
 
     name = "gloo"
+    capture: Capture | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -105,6 +106,7 @@ class NcclBackend:
     """CUDA tensors over NCCL, in the order of the current stream; nothing waits on the host."""
 
     name = "nccl"
+    capture: Capture | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aioengine.dist.communicators import Operation
+from aioengine.dist.communicators import Capture, Operation
 from aioengine.errors import DivergenceError, EngineError, RankLostError, StepTimeoutError
 
 SLOT_BYTES: Final = 1 << 20
@@ -116,9 +116,9 @@ class SharedMemoryBackend:
         }.items():
             self._context[field] = value
         self._address = self._context.ctypes.data
-        self._kernel: Callable[..., int] = kernels.run
         self._end: tuple[type[EngineError], str] = (EngineError, "")
-        """Why nothing goes through any more; set with `_refuse` as the kernel."""
+        """Why nothing goes through any more, with `ended` set in the context."""
+        self.capture: Capture | None = None
         self._codes = {dtype: code << 8 for code, dtype in enumerate(_DTYPES)}
         self._sums = {
             dtype: (kernels.ALL_REDUCE | self._codes[dtype], dtype.itemsize) for dtype in _SUMMABLE
@@ -135,7 +135,7 @@ class SharedMemoryBackend:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Summed in rank order, in float32 for the floating types, rounded once."""
         x = x.contiguous()
-        result = torch.empty_like(x)
+        result = self._empty(x, x.shape)
         operation, item_bytes = self._sums[x.dtype]
         if num_bytes := x.numel() * item_bytes:
             self._run(operation, x, result, num_bytes, 0)
@@ -146,7 +146,7 @@ class SharedMemoryBackend:
         shape = list(x.shape)
         num_rows = math.prod(shape[:dim])
         shape[dim] *= self._size
-        result = x.new_empty(shape)
+        result = self._empty(x, shape)
         if num_bytes := x.numel() * x.itemsize:
             operation = self._kernels.ALL_GATHER | self._codes[x.dtype] | dim << 16
             self._run(operation, x, result, num_bytes, num_bytes // num_rows)
@@ -158,7 +158,7 @@ class SharedMemoryBackend:
         shape = list(x.shape)
         num_rows = math.prod(shape[:dim])
         shape[dim] //= self._size
-        result = x.new_empty(shape)
+        result = self._empty(x, shape)
         if num_bytes := result.numel() * x.itemsize:
             operation = self._kernels.REDUCE_SCATTER | self._codes[x.dtype] | dim << 16
             self._run(operation, x, result, num_bytes, num_bytes // num_rows)
@@ -177,22 +177,31 @@ class SharedMemoryBackend:
         if self._segment.closed:
             return
         self._kernels.run(self._address, self._kernels.CLOSE, 0, 0, 0, 0)
-        self._kernel, self._end = self._refuse, (EngineError, "is closed")
+        self._context["ended"], self._end = 1, (EngineError, "is closed")
         self._segment.close()
         _close_all(self._pidfds)
 
     def _run(self, operation: int, x: Tensor, result: Tensor, num_bytes: int, row: int) -> None:
-        status = self._kernel(
-            self._address, operation, x.data_ptr(), result.data_ptr(), num_bytes, row
-        )
-        if status:
-            error = self._error(status)
-            self._kernel, self._end = self._refuse, (type(error), f"failed before: {error}")
-            raise error
+        args = (self._address, operation, x.data_ptr(), result.data_ptr(), num_bytes, row)
+        if status := self._kernels.run(*args):
+            self._fail(status)
+        if self.capture is not None:
+            self.capture.note_call(self._kernels.run, args, self._fail)
 
-    def _refuse(self, *arguments: int) -> int:
-        kind, how = self._end
-        raise kind(f"shared memory of group {self._group!r} {how}")
+    def _empty(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """For a result."""
+        if self.capture is not None:
+            return self.capture.empty(shape, x.dtype)
+        return x.new_empty(shape)
+
+    def _fail(self, status: int) -> None:
+        """Raise what a status other than DONE means, now and from now on."""
+        if status == self._kernels.ENDED:
+            kind, how = self._end
+            raise kind(f"shared memory of group {self._group!r} {how}")
+        error = self._error(status)
+        self._context["ended"], self._end = 1, (type(error), f"failed before: {error}")
+        raise error
 
     def _error(self, status: int) -> EngineError:
         """What a status other than DONE means; `status` may have a rank that is to blame."""

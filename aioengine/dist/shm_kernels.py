@@ -80,6 +80,7 @@ CONTEXT: Final = np.dtype(
         ("operation", np.int64),  # as in LINE, of the call in progress
         ("num_bytes", np.int64),
         ("culprit", np.int64),  # the rank that a status other than DONE is about
+        ("ended", np.int64),  # nothing goes through any more
     ]
 )
 
@@ -87,7 +88,7 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, CLOSE = range(1, 6)
 """Kinds of operations."""
 FLOAT32, BFLOAT16, FLOAT16, INT32, INT64 = range(5)
 """Codes of the types that can be added up."""
-DONE, MISMATCH, DEAD, CLOSED, LATE, _WAITING = range(6)
+DONE, MISMATCH, DEAD, CLOSED, LATE, ENDED, _WAITING = range(7)
 """What `run` returns; _WAITING does not leave this file."""
 
 VECTOR: Final = 32
@@ -409,6 +410,8 @@ def run(
     After anything but DONE the ranks no longer agree on the tick: only CLOSE may follow.
     """
     context = carray(pointer(context_address), 1, CONTEXT)[0]
+    if context.ended:
+        return ENDED
     context.operation = operation
     context.num_bytes = num_bytes
     kind = operation & 255

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from aioengine.dist.communicators import Operation
+from aioengine.dist.communicators import Capture, Operation
 from aioengine.dist.plain_values import all_gather_values
 
 MAX_BYTES: Final = 1024 * 1024
@@ -33,6 +33,7 @@ class SymmetricMemoryBackend:
     """Sums of CUDA tensors of up to MAX_BYTES. Device work only: CUDA graphs may capture it."""
 
     name = "symm_mem"
+    capture: Capture | None = None
 
     def __init__(self, buffer: Tensor, group_name: str) -> None:
         """`buffer`: uint8 [MAX_BYTES], mapped by every rank of the torch group `group_name`."""

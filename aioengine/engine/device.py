@@ -11,7 +11,7 @@ import os
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol, Self
@@ -20,7 +20,7 @@ from aioengine.activity import Activity
 from aioengine.errors import WorkerError
 from aioengine.limits import MAX_ERROR_CHARS, MAX_TRACEBACK_CHARS
 from aioengine.messages import JobFailed, RemoteCall, RemoteFailed, StepPlan, StepResult
-from aioengine.timeline.probe import Probe
+from aioengine.timeline.probe import AnyProbe
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class DeviceWorker(Protocol):
     def remote(self, seq: int, call: RemoteCall) -> bytes:
         """Run the method of a `collective_rpc`; msgpack of its value, empty when not wanted."""
 
-    def probes(self) -> list[Probe]:
+    def probes(self) -> Sequence[AnyProbe]:
         """What of a step can be timed, once the replica is ready."""
 
 

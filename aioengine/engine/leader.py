@@ -48,7 +48,7 @@ from aioengine.messages import (
 )
 from aioengine.model_config import ModelConfig
 from aioengine.rpc import encode_arguments, encode_value, method_name
-from aioengine.timeline.probe import Kind, Probe
+from aioengine.timeline.probe import AnyProbe, Kind, Probe
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ class Leader:
             Probe(self, "_publish", Kind.REPORT),
         ]
 
-    def device_probes(self) -> list[Probe]:
+    def device_probes(self) -> Sequence[AnyProbe]:
         return self._worker.probes()
 
     async def collective_rpc(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, assert_never
 
@@ -30,7 +31,7 @@ from aioengine.messages import (
     StepPlan,
     StepResult,
 )
-from aioengine.timeline.probe import Kind, Probe
+from aioengine.timeline.probe import AnyProbe, Kind, Probe
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class Peer:
             Probe(self, "_on_step", Kind.SEND_RESULT),
         ]
 
-    def device_probes(self) -> list[Probe]:
+    def device_probes(self) -> Sequence[AnyProbe]:
         return self._worker.probes()
 
     def request_drain(self, request: DrainRequested) -> None:

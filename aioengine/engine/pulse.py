@@ -49,7 +49,7 @@ class Pulse:
         return Heartbeat(
             last_seq,
             activity.job,
-            activity.operation or "",
+            activity.look()[0] or "",
             time.monotonic() - activity.since,
             activity.step,
             self._num_unanswered,

@@ -56,6 +56,8 @@ from aioengine.kernels.codegen import (
     load_element,
     pointer,
 )
+from aioengine.kernels.programs import op
+from aioengine.kernels.team import run_job
 
 KEYS: Final = STEP_UNITS * VECTOR
 """Of a step."""
@@ -66,13 +68,11 @@ TILE_ROWS: Final = 96
 WHOLE: Final = -1
 """The lines of a tile that is no part."""
 
-TENSORS: Final = ("q", "k", "v", "out")
-"""The first fields of the jobs over a cache: what differs from layer to layer."""
-
 ATTEND: Final = np.dtype(
-    [(name, np.int64) for name in TENSORS]
-    + [
+    [
+        *((name, np.int64) for name in ("q", "k", "v", "out")),  # addresses
         ("q_stride", np.int64),  # elements from token to token
+        ("num_chunks", np.int64),
         ("tables", np.int64),  # int64 [R, B]
         ("table_stride", np.int64),
         ("lengths", np.int64),  # int64 [R]
@@ -336,6 +336,24 @@ def _attend(kind: Any, args: int, chunk: int, thread: int) -> None:
                 _fold_lines(work, row, num, lines)
     if not is_part or _add_parts(job, tile, work):
         _store_outputs(kind, job, tile, work)
+
+
+@op
+def attend_layer(
+    control: int,
+    num_helpers: int,
+    kernel_address: int,
+    args: int,
+    q: int,
+    k: int,
+    v: int,
+    out: int,
+    q_stride: int,
+) -> None:
+    """The rest of the record is of the step."""
+    job = carray(pointer(args), 1, ATTEND)[0]
+    job.q, job.k, job.v, job.out, job.q_stride = q, k, v, out, q_stride
+    run_job(control, num_helpers, kernel_address, args, job.num_chunks)
 
 
 @kernel

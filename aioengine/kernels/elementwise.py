@@ -21,12 +21,13 @@ from aioengine.kernels.codegen import (
     IR_TYPES,
     Code,
     bytes_of,
+    copy_element,
     element_bytes,
-    entry,
     inlined,
     kernel,
     pointer,
 )
+from aioengine.kernels.programs import op
 from aioengine.kernels.team import Team, run_job
 
 CHUNK_ELEMENTS: Final = 16384
@@ -199,6 +200,26 @@ def _norm_rows(kind: Any, args: int, chunk: int) -> None:
 
 
 @inlined
+def _add_rows(kind: Any, args: int, chunk: int) -> None:
+    job = carray(pointer(args), 1, _JOB)[0]
+    first = chunk * job.rows_per_chunk
+    for row in range(first, min(first + job.rows_per_chunk, job.num_rows)):
+        x, y = job.x + row * job.x_bytes, job.y + row * job.y_bytes
+        _add(kind, x, y, job.out + row * job.out_bytes, job.num_features)
+
+
+@inlined
+def _copy_rows(kind: Any, args: int, chunk: int) -> None:
+    job = carray(pointer(args), 1, _JOB)[0]
+    size = element_bytes(kind)
+    first = chunk * job.rows_per_chunk
+    for row in range(first, min(first + job.rows_per_chunk, job.num_rows)):
+        x, out = job.x + row * job.x_bytes, job.out + row * job.out_bytes
+        for i in range(job.num_features):
+            copy_element(kind, x + i * size, out + i * size)
+
+
+@inlined
 def _gate_rows(kind: Any, args: int, chunk: int) -> None:
     job = carray(pointer(args), 1, _JOB)[0]
     first = chunk * job.rows_per_chunk
@@ -237,13 +258,38 @@ def _norm_float16(args: int, chunk: int, thread: int) -> None:
 
 
 @kernel
+def _add_float32(args: int, chunk: int, thread: int) -> None:
+    _add_rows(FLOAT32, args, chunk)
+
+
+@kernel
+def _copy_4_bytes(args: int, chunk: int, thread: int) -> None:
+    _copy_rows(FLOAT32, args, chunk)
+
+
+@kernel
+def _copy_2_bytes(args: int, chunk: int, thread: int) -> None:
+    _copy_rows(BFLOAT16, args, chunk)
+
+
+@kernel
 def _gate_float32(args: int, chunk: int, thread: int) -> None:
     _gate_rows(FLOAT32, args, chunk)
 
 
 @kernel
+def _add_bfloat16(args: int, chunk: int, thread: int) -> None:
+    _add_rows(BFLOAT16, args, chunk)
+
+
+@kernel
 def _gate_bfloat16(args: int, chunk: int, thread: int) -> None:
     _gate_rows(BFLOAT16, args, chunk)
+
+
+@kernel
+def _add_float16(args: int, chunk: int, thread: int) -> None:
+    _add_rows(FLOAT16, args, chunk)
 
 
 @kernel
@@ -267,13 +313,13 @@ def _rotate_float16(args: int, chunk: int, thread: int) -> None:
 
 
 _KERNELS: Final[dict[Any, Any]] = {
-    FLOAT32: (_norm_float32, _gate_float32, _rotate_float32),
-    BFLOAT16: (_norm_bfloat16, _gate_bfloat16, _rotate_bfloat16),
-    FLOAT16: (_norm_float16, _gate_float16, _rotate_float16),
+    FLOAT32: (_norm_float32, _add_float32, _copy_4_bytes, _gate_float32, _rotate_float32),
+    BFLOAT16: (_norm_bfloat16, _add_bfloat16, _copy_2_bytes, _gate_bfloat16, _rotate_bfloat16),
+    FLOAT16: (_norm_float16, _add_float16, _copy_2_bytes, _gate_float16, _rotate_float16),
 }
 
 
-@entry
+@op
 def _run(
     control: int,
     num_helpers: int,
@@ -318,7 +364,7 @@ class Elementwise:
         self._team = team  # lives as long as its handle is used
         self._size = np.dtype(kind).itemsize
         self._job = np.zeros(1, _JOB)
-        self._norm, self._gate, self._rotate = (
+        self._norm, self._add, self._copy, self._gate, self._rotate = (
             (*team.handle, kernel.address, self._job.ctypes.data) for kernel in _KERNELS[kind]
         )
 
@@ -335,7 +381,8 @@ class Elementwise:
     ) -> None:
         """[T, D]: `total` = x + y, rounded to the type, and `out` its norm. Without y (0), of x."""
         row = num_features * self._size
-        _run(
+        self._team.call(
+            _run,
             *self._norm,
             out,
             row,
@@ -352,14 +399,89 @@ class Elementwise:
             eps,
         )
 
+    def add(self, out: int, x: int, y: int, y_bytes: int, num_rows: int, num_features: int) -> None:
+        """[T, D]: x + y, rounded to the type. With 0 `y_bytes`, y is one row for all."""
+        row = num_features * self._size
+        self._team.call(
+            _run,
+            *self._add,
+            out,
+            row,
+            x,
+            row,
+            y,
+            y_bytes,
+            0,
+            0,
+            0,
+            num_rows,
+            num_features,
+            1,
+            0.0,
+        )
+
+    def copy(
+        self, out: int, out_bytes: int, x: int, x_bytes: int, num_rows: int, num_features: int
+    ) -> None:
+        """[T, D], as it is."""
+        self._team.call(
+            _run,
+            *self._copy,
+            out,
+            out_bytes,
+            x,
+            x_bytes,
+            0,
+            0,
+            0,
+            0,
+            0,
+            num_rows,
+            num_features,
+            1,
+            0.0,
+        )
+
     def silu_mul(self, out: int, gate_up: int, num_rows: int, num_features: int) -> None:
         """[T, D] from gate and up side by side, [T, 2·D]."""
         row = num_features * self._size
-        _run(*self._gate, out, row, gate_up, 2 * row, 0, 0, 0, 0, 0, num_rows, num_features, 1, 0.0)
+        self._team.call(
+            _run,
+            *self._gate,
+            out,
+            row,
+            gate_up,
+            2 * row,
+            0,
+            0,
+            0,
+            0,
+            0,
+            num_rows,
+            num_features,
+            1,
+            0.0,
+        )
 
     def rotate(
         self, x: int, x_bytes: int, cos: int, sin: int, num_rows: int, num_heads: int, half: int
     ) -> None:
         """In place: [T, M, 2·F] by cosine and sine [T, F], F = `half`."""
         row = half * self._size
-        _run(*self._rotate, 0, 0, x, x_bytes, cos, row, sin, row, 0, num_rows, half, num_heads, 0.0)
+        self._team.call(
+            _run,
+            *self._rotate,
+            0,
+            0,
+            x,
+            x_bytes,
+            cos,
+            row,
+            sin,
+            row,
+            0,
+            num_rows,
+            half,
+            num_heads,
+            0.0,
+        )

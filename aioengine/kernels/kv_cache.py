@@ -15,6 +15,8 @@ from aioengine.kernels.codegen import (
     kernel,
     pointer,
 )
+from aioengine.kernels.programs import op
+from aioengine.kernels.team import run_job
 
 STORE: Final = np.dtype(
     [
@@ -22,7 +24,7 @@ STORE: Final = np.dtype(
         for name in (
             *("k_new", "v_new", "k", "v"),  # addresses
             *("k_stride", "v_stride"),  # elements from token to token
-            *("slots", "num_tokens"),  # int64 [T]
+            *("num_chunks", "slots", "num_tokens"),  # int64 [T]
             *("num_kv", "head_dim", "block_size"),
         )
     ]
@@ -53,6 +55,26 @@ def _store(item: Any, number: Any, args: int, chunk: int) -> None:
                 copy_element(item, k_new + i * key_bytes, k + i * block_size * key_bytes)
             for i in range(head_dim):
                 copy_element(number, v_new + i * size, v + i * key_bytes)
+
+
+@op
+def store_layer(
+    control: int,
+    num_helpers: int,
+    kernel_address: int,
+    args: int,
+    k_new: int,
+    v_new: int,
+    k: int,
+    v: int,
+    k_stride: int,
+    v_stride: int,
+) -> None:
+    """The rest of the record is of the step."""
+    job = carray(pointer(args), 1, STORE)[0]
+    job.k_new, job.v_new, job.k, job.v = k_new, v_new, k, v
+    job.k_stride, job.v_stride = k_stride, v_stride
+    run_job(control, num_helpers, kernel_address, args, job.num_chunks)
 
 
 @kernel

@@ -23,13 +23,13 @@ from aioengine.kernels.codegen import (
     FLOAT16,
     FLOAT32,
     element_bytes,
-    entry,
     inlined,
     kernel,
     load_element,
     pointer,
 )
 from aioengine.kernels.dots import HAS_DOTS, MAX_DOT_INPUTS, MAX_DOT_ROWS, multiply_by_dots
+from aioengine.kernels.programs import op
 from aioengine.kernels.team import Team, run_job
 from aioengine.kernels.tiles import BLOCK_OUTPUTS, UNIT, multiply_block, round_row, unpack
 
@@ -234,7 +234,7 @@ _KERNELS: Final[dict[Any, Any]] = {
 }
 
 
-@entry
+@op
 def _run(
     control: int,
     num_helpers: int,
@@ -314,7 +314,8 @@ class Linear:
         if self._unpacks and needed > self._x_bytes:
             self._x, self._job["own_x"] = _aligned(needed)
             self._x_bytes = needed
-        _run(
+        self._team.call(
+            _run,
             *self._fixed,
             x,
             x_bytes,

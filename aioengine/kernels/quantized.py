@@ -25,7 +25,6 @@ from aioengine.kernels.codegen import (
     IR_TYPES,
     Code,
     element_bytes,
-    entry,
     fill_floats,
     inlined,
     kernel,
@@ -33,6 +32,7 @@ from aioengine.kernels.codegen import (
     pointer,
     store_element,
 )
+from aioengine.kernels.programs import op
 from aioengine.kernels.quantized_tiles import (
     GROUP,
     INTEGERS,
@@ -286,7 +286,7 @@ _BY_FLOATS: Final = {
 _BY_INTEGERS: Final = {(8, False): _int8_by_integers, (4, False): _int4_by_integers}
 
 
-@entry
+@op
 def _run(
     control: int,
     num_helpers: int,
@@ -354,7 +354,8 @@ class QuantizedLinear:
         """Addresses of x [R, I] with rows `x_bytes` apart, of blocks, and of the result [R, O], in
         x's type or in float32. Float32 scales are for x in float32 only."""
         self._make_room(num_rows * -(-num_inputs // GROUP))
-        _run(
+        self._team.call(
+            _run,
             *self._team.handle,
             self._prepare.address,
             self._kernels[bits, has_float32_scales].address,

@@ -23,7 +23,7 @@ With one thread there are no helpers, and `run` is a loop.
 import os
 import threading
 import weakref
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from llvmlite import ir
@@ -39,7 +39,9 @@ from aioengine.kernels.atomics import (
     replace,
     store_release,
 )
+from aioengine.kernels.clock import now
 from aioengine.kernels.codegen import I64, entry, inlined, pointer
+from aioengine.kernels.programs import Op, Program
 
 PAUSE_NS: Final = 20_000
 AWAKE_NS: Final = 1_000_000
@@ -55,13 +57,11 @@ _ONE: Final = _STOP + 8
 """The constant that is written to eventfds."""
 _SLEEPING, _EVENTFD, _SCRATCH = 0, 8, 16
 """Offsets in a helper's line. The scratch is for a timespec, or what is read from the eventfd."""
-_CLOCK_MONOTONIC: Final = 1
 _JOIN_S: Final = 2.0
 _PAUSES_PER_LOOK: Final = 32
 """At the clock, which costs as much as a pause."""
 
 _sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
-_clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _read: Any = types.ExternalFunction("read", types.int64(types.int32, types.int64, types.int64))
 _write: Any = types.ExternalFunction("write", types.int64(types.int32, types.int64, types.int64))
 
@@ -97,13 +97,6 @@ def _work(control: int, thread: int) -> int:
     return num_done
 
 
-@inlined
-def _now(scratch: int) -> int:
-    _clock_gettime(_CLOCK_MONOTONIC, scratch)
-    timespec = _words(scratch, 2)
-    return timespec[0] * 1_000_000_000 + timespec[1]
-
-
 @entry
 def _wake(control: int, num_helpers: int) -> None:
     """Writes to the eventfds of the helpers that sleep, once to each."""
@@ -129,10 +122,10 @@ def _run(control: int, num_helpers: int, kernel: int, args: int, num_chunks: int
     _work(control, 0)
     started = 0
     while load_acquire(control + _DONE) != num_chunks:
-        if started == 0 or _now(control + _CLOCK) - started < PAUSE_NS:
+        if started == 0 or now(control + _CLOCK) - started < PAUSE_NS:
             for _ in range(_PAUSES_PER_LOOK):
                 relax()
-            started = started or _now(control + _CLOCK)
+            started = started or now(control + _CLOCK)
         else:
             _sched_yield()
 
@@ -168,12 +161,12 @@ def _sleep(control: int, line: int) -> None:
 def _help(control: int, thread: int) -> None:
     """What a helper does, from its start to `close`."""
     line = control + _HELPERS + (thread - 1) * _LINE
-    idle_since = _now(line + _SCRATCH)
+    idle_since = now(line + _SCRATCH)
     while load_acquire(control + _STOP) == 0:
         if _work(control, thread):
-            idle_since = _now(line + _SCRATCH)
+            idle_since = now(line + _SCRATCH)
             continue
-        idle = _now(line + _SCRATCH) - idle_since
+        idle = now(line + _SCRATCH) - idle_since
         if idle < PAUSE_NS:
             for _ in range(_PAUSES_PER_LOOK):
                 if load_acquire(control + _REMAINING) > 0:
@@ -183,7 +176,7 @@ def _help(control: int, thread: int) -> None:
             _sched_yield()
         else:
             _sleep(control, line)
-            idle_since = _now(line + _SCRATCH)
+            idle_since = now(line + _SCRATCH)
 
 
 def compile_or_load() -> None:
@@ -195,8 +188,17 @@ def compile_or_load() -> None:
 # --- threads -------------------------------------------------------------------------------------
 
 
+class Capture(Protocol):
+    """Whoever notes what a team is called with, to repeat it."""
+
+    def note(self, op: Op, *args: float) -> None: ...
+
+    def refuse(self, reason: str) -> None:
+        """Something cannot be repeated."""
+
+
 class Team:
-    """The calling thread and its helpers. `run` and `wake` belong to one thread at a time.
+    """The calling thread and its helpers. `call`, `run` and `wake` belong to one thread at a time.
 
     Helpers are daemon threads and end with `close`, or with the interpreter at the latest. A team
     that is closed still runs jobs, by the caller alone.
@@ -205,6 +207,7 @@ class Team:
     def __init__(self, num_threads: int) -> None:
         assert num_threads > 0
         self.num_threads = num_threads
+        self.capture: Capture | None = None
         self._num_helpers = num_threads - 1
         words, self._control = _aligned_words(_HELPERS + self._num_helpers * _LINE)
         self._words = words  # `run` may be called after `close`
@@ -225,12 +228,26 @@ class Team:
         for helper, _ in helpers:
             helper.start()
 
+    def call(self, op: Op, *args: float) -> None:
+        """An op, which gets `handle` and whatever else among these numbers. What they are the
+        addresses of must live for as long as a capture may be repeated."""
+        op.run(*args)
+        if self.capture is not None:
+            self.capture.note(op, *args)
+
     def run(self, kernel: int, args: int, num_chunks: int) -> None:
-        """Computes chunks 0 to `num_chunks` - 1 of the kernel at this address, without the GIL."""
+        """Computes chunks 0 to `num_chunks` - 1 of the kernel at this address, without the GIL.
+        Not within a capture: there is no op to be repeated."""
+        if self.capture is not None:
+            self.capture.refuse("a kernel runs that is no part of an op")
         if self._num_helpers and num_chunks > 1:
             _run(self._control, self._num_helpers, kernel, args, num_chunks)
         else:
             _run_alone(kernel, args, num_chunks)
+
+    def new_program(self) -> Program:
+        """An empty one. Its ops must be of a team that lives."""
+        return Program()
 
     @property
     def handle(self) -> tuple[int, int]:

@@ -4,7 +4,7 @@ Shapes: T tokens · R rows · N query heads · K kv heads · G = N / K query hea
 H head_dim · B blocks.
 """
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from aioengine.kernels import attention as kernels
 from aioengine.kernels import attention_tiles, kv_cache
-from aioengine.kernels.codegen import Kernel
 from aioengine.kernels.dots import HAS_DOTS
 from aioengine.kernels.team import Team
 from aioengine.layers.forward_batch import LayerCache, PagedInputs
@@ -52,12 +51,41 @@ def cache_shapes(
     return (num_blocks, num_kv, head_dim, block_size), (num_blocks, num_kv, block_size, head_dim)
 
 
+class _Job:
+    """The record of a kernel's arguments. It is in the same place for all steps: `begin` fills in
+    what is of the step, and a captured step that is repeated finds it there."""
+
+    def __init__(self, kind: np.dtype[Any]) -> None:
+        self._record = np.zeros(1, kind)
+        self.address: int = self._record.ctypes.data
+
+    def set(self, **fields: float) -> None:
+        for name, value in fields.items():
+            self._record[name] = value
+
+
+class _Heads(NamedTuple):
+    """Of all layers."""
+
+    num_heads: int
+    num_kv: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv
+
+
 class CpuThreads:
-    """What attends on CPU: a team, and memory that grows to what steps need. Addresses hold until
-    the next call."""
+    """What attends on CPU, one step after the other: a team, the records of its jobs, and memory
+    that grows to what steps need. Addresses hold until the next call."""
 
     def __init__(self, team: Team) -> None:
         self.team = team
+        self.store = _Job(kv_cache.STORE)
+        self.attend = _Job(kernels.ATTEND)
+        self.heads: _Heads | None = None
+        """As the latest layer had them."""
         self._scratch = np.empty(0, np.float32)
         self._lines = np.empty(0, np.float32)
         self._counters = np.empty(0, np.int64)
@@ -87,100 +115,93 @@ def _aligned(floats: np.ndarray[Any, Any]) -> int:
     return address + -address % _LINE_BYTES
 
 
-class _Job:
-    """A kernel and its record of arguments. The first fields are addresses that differ per layer;
-    setting them is most of what a small job costs, hence the memoryview."""
-
-    def __init__(self, kernel: Kernel, kind: np.dtype[Any], num_chunks: int) -> None:
-        self._kernel = kernel.address
-        self._record = np.zeros(1, kind)
-        words: Any = self._record.view(np.int64)
-        self._words = memoryview(words)
-        self._args = self._record.ctypes.data
-        self._num_chunks = num_chunks
-
-    def set(self, **fields: float) -> None:
-        for name, value in fields.items():
-            self._record[name] = value
-
-    def run(self, team: Team, *tensors: Tensor) -> None:
-        for i, tensor in enumerate(tensors):
-            self._words[i] = tensor.data_ptr()
-        team.run(self._kernel, self._args, self._num_chunks)
-
-
 class CpuAttention:
     """Nothing beyond a row's own tokens has an influence: what other requests left behind (NaN,
     even) is overwritten or not read."""
 
     def __init__(self, inputs: PagedInputs, threads: CpuThreads) -> None:
+        assert inputs.block_table_RB.stride(1) == 1
         self._inputs = inputs
         self._threads = threads
-        self._store: _Job | None = None
-        self._attend: _Job | None = None  # for all layers of the step, which are alike
-        self._out_TNH: Tensor
+        self._out_TNH: Tensor | None = None
         self._tiles: _Tiles
+        num_tokens = len(inputs.slot_mapping_T)
+        threads.store.set(
+            num_chunks=-(-num_tokens // kv_cache.STORED_TOKENS),
+            slots=inputs.slot_mapping_T.data_ptr(),
+            num_tokens=num_tokens,
+            block_size=inputs.block_size,
+        )
+        if threads.heads is not None:
+            self._set_job(threads.heads)
 
     def write_kv(self, cache: LayerCache, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        num_tokens, num_kv, head_dim = k_TKH.shape
+        num_kv, head_dim = k_TKH.shape[1:]
         assert k_TKH.stride()[1:] == v_TKH.stride()[1:] == (head_dim, 1)
-        if self._store is None:
-            kernel = _STORE[k_TKH.element_size()]
-            if in_pairs(head_dim, k_TKH.dtype):
-                kernel = kv_cache.store_pairs
-            num_chunks = -(-num_tokens // kv_cache.STORED_TOKENS)
-            self._store = _Job(kernel, kv_cache.STORE, num_chunks)
-            self._store.set(
-                k_stride=k_TKH.stride(0),
-                v_stride=v_TKH.stride(0),
-                slots=self._inputs.slot_mapping_T.data_ptr(),
-                num_tokens=num_tokens,
-                num_kv=num_kv,
-                head_dim=head_dim,
-                block_size=self._inputs.block_size,
-            )
-        self._store.run(self._threads.team, k_TKH, v_TKH, cache.k, cache.v)
+        kernel = _STORE[k_TKH.element_size()]
+        if in_pairs(head_dim, k_TKH.dtype):
+            kernel = kv_cache.store_pairs
+        team, job = self._threads.team, self._threads.store
+        job.set(num_kv=num_kv, head_dim=head_dim)
+        team.call(
+            kv_cache.store_layer,
+            *team.handle,
+            kernel.address,
+            job.address,
+            *(tensor.data_ptr() for tensor in (k_TKH, v_TKH, cache.k, cache.v)),
+            k_TKH.stride(0),
+            v_TKH.stride(0),
+        )
 
     def attend(self, cache: LayerCache, q_TNH: Tensor) -> Tensor:
-        if self._attend is None:
-            self._out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
-            self._attend = self._make_job(q_TNH, cache.k.shape[1])
-        self._attend.run(self._threads.team, q_TNH, cache.k, cache.v)
-        return self._out_TNH
-
-    def _make_job(self, q_TNH: Tensor, num_kv: int) -> _Job:
         num_heads, head_dim = q_TNH.shape[1:]
         assert q_TNH.stride()[1:] == (head_dim, 1)
-        inputs, threads, group = self._inputs, self._threads, num_heads // num_kv
-        assert inputs.block_table_RB.stride(1) == 1
-        decodes, num_lines = _decode_tiles(inputs)
-        self._tiles = np.concatenate((_prefill_tiles(inputs, group), decodes))
         kernel = _ATTEND[q_TNH.dtype]
         if in_pairs(head_dim, q_TNH.dtype):
             kernel = kernels.attend_pairs
-        floats = kernels.scratch_floats(group, head_dim)
-        lines, counters = threads.parts(
-            num_lines * num_heads * kernels.line_floats(head_dim), num_lines * num_kv
+        heads = _Heads(num_heads, cache.k.shape[1], head_dim)
+        team, threads = self._threads.team, self._threads
+        if heads != threads.heads:
+            threads.heads = heads
+            self._set_job(heads)
+        if self._out_TNH is None:  # for all layers of the step
+            self._out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
+        team.call(
+            kernels.attend_layer,
+            *team.handle,
+            kernel.address,
+            threads.attend.address,
+            *(tensor.data_ptr() for tensor in (q_TNH, cache.k, cache.v, self._out_TNH)),
+            q_TNH.stride(0),
         )
-        job = _Job(kernel, kernels.ATTEND, len(self._tiles) * num_kv)
-        job.set(
-            out=self._out_TNH.data_ptr(),
-            q_stride=q_TNH.stride(0),
+        return self._out_TNH
+
+    def _set_job(self, heads: _Heads) -> None:
+        """What all layers of the step have in common."""
+        inputs, threads = self._inputs, self._threads
+        decodes, num_lines = _decode_tiles(inputs)
+        self._tiles = np.concatenate((_prefill_tiles(inputs, heads.group), decodes))
+        floats = kernels.scratch_floats(heads.group, heads.head_dim)
+        lines, counters = threads.parts(
+            num_lines * heads.num_heads * kernels.line_floats(heads.head_dim),
+            num_lines * heads.num_kv,
+        )
+        threads.attend.set(
+            num_chunks=len(self._tiles) * heads.num_kv,
             tables=inputs.block_table_RB.data_ptr(),
             table_stride=inputs.block_table_RB.stride(0),
             lengths=inputs.context_lens_R.data_ptr(),
             tiles=self._tiles.ctypes.data,
-            num_kv=num_kv,
-            group=group,
-            head_dim=head_dim,
+            num_kv=heads.num_kv,
+            group=heads.group,
+            head_dim=heads.head_dim,
             block_size=inputs.block_size,
             scratch=threads.scratch(floats),
             scratch_floats=floats,
             lines=lines,
             counters=counters,
-            scale=head_dim**-0.5 * _LOG2_E,
+            scale=heads.head_dim**-0.5 * _LOG2_E,
         )
-        return job
 
 
 def _decode_tiles(inputs: PagedInputs) -> tuple[_Tiles, int]:

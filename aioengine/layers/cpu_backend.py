@@ -4,6 +4,7 @@ Shapes: T tokens · I input features · O output features · D hidden size · M 
 F = H / 2.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -12,9 +13,11 @@ from torch.nn import functional
 
 from aioengine.kernels.codegen import BFLOAT16, FEATURES, FLOAT16, FLOAT32
 from aioengine.kernels.elementwise import Elementwise
+from aioengine.kernels.embedding import Embedding
 from aioengine.kernels.linear import Linear
 from aioengine.kernels.quantized import QuantizedLinear
 from aioengine.kernels.quantizing import Quantizer
+from aioengine.kernels.rotary import Angles
 from aioengine.kernels.team import Team
 from aioengine.layers.quantized import PackedParameter
 from aioengine.layers.quantized_format import GROUP, TILE, Format
@@ -51,11 +54,34 @@ class CpuBackend:
     def __init__(self, dtype: torch.dtype, team: Team) -> None:
         self._dtype = dtype
         self._size = dtype.itemsize
+        self._embedding = Embedding(team, KINDS[dtype])
+        self._angles = Angles(team, KINDS[dtype])
         self._product = Linear(team, KINDS[dtype])
         self._quantized_product = QuantizedLinear(team, KINDS[dtype])
         self._quantizer = Quantizer(team)
         self._elementwise = Elementwise(team, KINDS[dtype])
         self._torch_rows = torch_rows(dtype, FEATURES)
+
+    def embed(self, ids_T: Tensor, weight: Tensor, first: int | None, dtype: torch.dtype) -> Tensor:
+        assert dtype == self._dtype
+        if isinstance(weight, PackedParameter):
+            (num_rows, num_features), stored = weight.shape_OI, weight.format
+            bits, has_float32_scales = stored.bits, stored.scale_dtype == torch.float32
+        else:
+            (num_rows, num_features), bits, has_float32_scales = weight.shape, 0, False
+        out_TD = torch.empty((len(ids_T), num_features), dtype=dtype)
+        self._embedding(
+            ids_T.contiguous().data_ptr(),
+            len(ids_T),
+            weight.data_ptr(),
+            first or 0,
+            num_rows,
+            num_features,
+            bits,
+            has_float32_scales,
+            out_TD.data_ptr(),
+        )
+        return out_TD
 
     def linear(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         if self._torch_rows is not None and x_TI.shape[0] >= self._torch_rows:
@@ -124,6 +150,38 @@ class CpuBackend:
         )
         return out_TO
 
+    def side_by_side(self, parts: Sequence[Tensor]) -> Tensor:
+        num_rows, width = len(parts[0]), sum(part.shape[1] for part in parts)
+        out_TO = parts[0].new_empty(num_rows, width)
+        place = out_TO.data_ptr()
+        for part_TO in parts:
+            num_columns = part_TO.shape[1]
+            assert part_TO.stride(1) == 1
+            self._elementwise.copy(
+                place,
+                width * self._size,
+                part_TO.data_ptr(),
+                part_TO.stride(0) * self._size,
+                num_rows,
+                num_columns,
+            )
+            place += num_columns * self._size
+        return out_TO
+
+    def add(self, x_TD: Tensor, y: Tensor) -> Tensor:
+        x_TD, y = x_TD.contiguous(), y.contiguous()
+        out_TD = torch.empty_like(x_TD)
+        num_rows, num_features = x_TD.shape
+        self._elementwise.add(
+            out_TD.data_ptr(),
+            x_TD.data_ptr(),
+            y.data_ptr(),
+            num_features * self._size if y.dim() == 2 else 0,
+            num_rows,
+            num_features,
+        )
+        return out_TD
+
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         x_TD = x_TD.contiguous()
         out_TD = torch.empty_like(x_TD)
@@ -165,6 +223,23 @@ class CpuBackend:
             out_TO.data_ptr(), gate_up_T2O.data_ptr(), num_rows, num_columns // 2
         )
         return out_TO
+
+    def angles(
+        self, positions_T: Tensor, frequencies_F: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        assert dtype == self._dtype
+        num_tokens, num_frequencies = len(positions_T), len(frequencies_F)
+        cos_T1F = torch.empty((num_tokens, 1, num_frequencies), dtype=dtype)
+        sin_T1F = torch.empty_like(cos_T1F)
+        self._angles(
+            positions_T.contiguous().data_ptr(),
+            frequencies_F.data_ptr(),
+            cos_T1F.data_ptr(),
+            sin_T1F.data_ptr(),
+            num_tokens,
+            num_frequencies,
+        )
+        return cos_T1F, sin_T1F
 
     def rotate(self, x_TMH: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
         num_rows, num_heads, head_dim = x_TMH.shape

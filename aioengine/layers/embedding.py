@@ -5,7 +5,6 @@ Shapes: T tokens · D hidden size · R rows that sample · V vocabulary · W thi
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from aioengine.layers.module import Placement, ShardedModule
 from aioengine.layers.partition import split_even
@@ -18,23 +17,15 @@ class VocabParallelEmbedding(ShardedModule):
     def __init__(self, vocab_size: int, hidden_size: int, *, place: Placement) -> None:
         super().__init__()
         self.tp = place.tp
+        self.embed = place.backend.embed
         self.shard = split_even(vocab_size, place.tp.rank_in_group, place.tp.world_size, dim=0)
         self.weight = place.matrix(self.shard.local_size, hidden_size)
         self.dtype = place.dtype
         self.shards = {"weight": self.shard}
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
-        if self.tp.world_size == 1:
-            return self._rows(token_ids_T)
-        local_T = token_ids_T - self.shard.start
-        elsewhere_T = (local_T < 0) | (local_T >= self.shard.local_size)
-        x_TD = self._rows(local_T.masked_fill(elsewhere_T, 0))
-        return self.tp.all_reduce(x_TD.masked_fill(elsewhere_T[:, None], 0))
-
-    def _rows(self, rows_T: Tensor) -> Tensor:
-        if isinstance(self.weight, PackedParameter):
-            return self.weight.rows(rows_T).to(self.dtype)
-        return functional.embedding(rows_T, self.weight)
+        first = None if self.tp.world_size == 1 else self.shard.start
+        return self.tp.all_reduce(self.embed(token_ids_T, self.weight, first, self.dtype))
 
 
 class LMHead(ShardedModule):

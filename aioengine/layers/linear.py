@@ -8,7 +8,6 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from aioengine.layers.module import Placement, ShardedModule, whole
@@ -51,6 +50,7 @@ class QuantizedWeight:
         self, stored: Format, sizes: Sequence[int], in_features: int, place: Placement
     ) -> None:
         self._linear = place.backend.quantized_linear
+        self._add = place.backend.add
         self._dtype = place.dtype
         self._matrix, self.parts = packed_parts(
             stored, sizes, in_features, place.memory, place.backend.quantize
@@ -58,19 +58,20 @@ class QuantizedWeight:
 
     def apply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         out_TO = self._linear(x_TI, self._matrix, self._dtype)
-        return out_TO if bias_O is None else out_TO.add_(bias_O)
+        return out_TO if bias_O is None else self._add(out_TO, bias_O)
 
 
 class SideBySide:
     """Matrices that do not fit one: a product each."""
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
+    def __init__(self, weights: Sequence[Weight], place: Placement) -> None:
+        self._backend = place.backend
         self._weights = weights
         self.parts = [part for weight in weights for part in weight.parts]
 
     def apply(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        out_TO = torch.cat([weight.apply(x_TI) for weight in self._weights], dim=1)
-        return out_TO if bias_O is None else out_TO.add_(bias_O)
+        out_TO = self._backend.side_by_side([weight.apply(x_TI) for weight in self._weights])
+        return out_TO if bias_O is None else self._backend.add(out_TO, bias_O)
 
 
 def weight_of(
@@ -87,7 +88,7 @@ def weight_of(
             weights.append(QuantizedWeight(stored, sizes_of_run, in_features, place))
         else:
             weights += [QuantizedWeight(stored, [s], in_features, place) for s in sizes_of_run]
-    return weights[0] if len(weights) == 1 else SideBySide(weights)
+    return weights[0] if len(weights) == 1 else SideBySide(weights, place)
 
 
 class ColumnPart(ShardedModule):
@@ -136,6 +137,7 @@ class RowParallelLinear(ShardedModule):
         super().__init__()
         assert inputs.dim == 1
         self.tp = place.tp
+        self.add = place.backend.add
         self._weight = weight_of([out_features], [place.format], inputs.local_size, place)
         (self.weight,) = self._weight.parts
         self.bias = place.empty(out_features) if bias else None
@@ -145,4 +147,4 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         x_TO = self.tp.all_reduce(self._weight.apply(x_TI))
-        return x_TO if self.bias is None else x_TO + self.bias
+        return x_TO if self.bias is None else self.add(x_TO, self.bias)

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from aioengine.layers.module import Placement
 from aioengine.model_config import RopeConfig
 
 
@@ -39,13 +40,13 @@ class RotaryEmbedding(nn.Module):
     model's positions (ten million in some models, whatever the KV cache holds).
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, *, device: torch.device) -> None:
+    def __init__(self, rope: RopeConfig, head_dim: int, *, place: Placement) -> None:
         super().__init__()
-        frequencies_F = rotary_frequencies(rope, head_dim).to(device)
+        self.angles = place.backend.angles
+        frequencies_F = rotary_frequencies(rope, head_dim).to(place.device)
         self.register_buffer("frequencies_F", frequencies_F, persistent=False)
         self.frequencies_F: Tensor
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine [T, 1, F] for `LayerBackend.rotate`, once per step."""
-        angles_T1F = positions_T.float()[:, None, None] * self.frequencies_F
-        return angles_T1F.cos().to(dtype), angles_T1F.sin().to(dtype)
+        return self.angles(positions_T, self.frequencies_F, dtype)

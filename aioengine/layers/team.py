@@ -6,19 +6,46 @@ everything else works where numba cannot be loaded.
 
 import importlib
 import logging
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
+
+
+class Op(Protocol):
+    """See kernels.programs.Op."""
+
+
+class Program(Protocol):
+    """See kernels.programs.Program."""
+
+    num_calls: int
+
+    @property
+    def position(self) -> int: ...
+
+    def add_op(self, op: Any, args: Sequence[float]) -> None: ...
+
+    def add_compiled(
+        self, function: Any, ints: Sequence[int], on_failure: Callable[[int], None]
+    ) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def replay(self, times: Any = None) -> None: ...
 
 
 class Team(Protocol):
     """See kernels.team.Team."""
 
     num_threads: int
+    capture: Any
 
     def run(self, kernel: int, args: int, num_chunks: int) -> None: ...
 
     def wake(self) -> None: ...
+
+    def new_program(self) -> Program: ...
 
     def close(self) -> None: ...
 

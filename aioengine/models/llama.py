@@ -118,7 +118,8 @@ class LlamaDecoder(nn.Module):
             {str(i): LlamaLayer(cfg, place.within(f"layers.{i}")) for i in layers}
         )
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, place=place) if is_last else None
-        self.rotary = RotaryEmbedding(cfg.rope, cfg.head_dim, device=place.device)
+        self.rotary = RotaryEmbedding(cfg.rope, cfg.head_dim, place=place)
+        self.add = place.backend.add
 
     def forward(self, batch: ForwardBatch, hidden_TD: Tensor | None) -> Tensor:
         if self.embed_tokens is not None:
@@ -130,7 +131,7 @@ class LlamaDecoder(nn.Module):
             cache = batch.kv_caches[int(number)]
             hidden_TD, update_TD = layer(hidden_TD, update_TD, rotary, batch, cache)
         assert hidden_TD is not None
-        return hidden_TD if update_TD is None else hidden_TD + update_TD
+        return hidden_TD if update_TD is None else self.add(hidden_TD, update_TD)
 
 
 class LlamaStage(nn.Module):

@@ -27,7 +27,7 @@ class TraceSubject:
         load = engine.load if isinstance(engine, Leader) else None
         return RankState(
             pulse=engine.look(),
-            last_operation=engine.activity.last_operation or "",
+            last_operation=engine.activity.look()[1] or "",
             num_queued=self._device.num_unfinished,
             num_running=load.num_running if load is not None else None,
             num_waiting=load.num_waiting if load is not None else None,

@@ -79,3 +79,19 @@ class Probe:
     kind: Kind
     makes: Mapping[str, Kind] = field(default_factory=dict)
     """Methods of what the call returns that are spans, too, and of which kind."""
+
+
+Span = tuple[Kind, int, int]
+"""Begin and end: CLOCK_MONOTONIC in nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanSource:
+    """`owner.name` is None, or, while there is a recorder, what takes the spans of calls that the
+    owner times itself, as Python does not make them: a `Callable[[Iterable[Span]], None]`."""
+
+    owner: Any
+    name: str
+
+
+AnyProbe = Probe | SpanSource

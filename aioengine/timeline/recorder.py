@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from aioengine.messages import StepPlan
-from aioengine.timeline.probe import Kind, Lane, Probe
+from aioengine.timeline.probe import AnyProbe, Kind, Lane, Probe, Span, SpanSource
 from aioengine.trace_messages import RecordedSteps, StepNote
 
 MAX_SPANS: Final = 250_000
 """Of one lane, about 50 MB; later ones are dropped."""
 KINDS: Final = tuple(Kind)
+_NUMBER_OF: Final = {kind: number for number, kind in enumerate(KINDS)}
 ROW: Final = 4
 """Numbers of a span on the wire: index of its kind, lane, begin and end."""
 
@@ -25,11 +26,15 @@ class Recorder:
     may read. On an accelerator the times of calls that only launch work are those of launching."""
 
     def __init__(
-        self, on_step: Callable[[StepNote], None] = lambda note: None, max_spans: int = MAX_SPANS
+        self,
+        on_step: Callable[[StepNote], None] = lambda note: None,
+        max_spans: int = MAX_SPANS,
+        now: Callable[[], int] = now_ns,
     ) -> None:
         """`on_step` is told of each step at its end, on the device thread."""
         self._on_step = on_step
         self._max_spans = max_spans
+        self._now = now
         self._spans: dict[Lane, list[_Span]] = {lane: [] for lane in Lane}
         self._steps: list[StepNote] = []
         self._replaced: dict[Lane, list[tuple[dict[str, Any], str, Any]]] = {}
@@ -38,13 +43,16 @@ class Recorder:
 
     # --- probes
 
-    def install(self, lane: Lane, probes: Iterable[Probe]) -> None:
+    def install(self, lane: Lane, probes: Iterable[AnyProbe]) -> None:
         """Not while one of the probed calls is under way."""
         replaced = self._replaced.setdefault(lane, [])
         for probe in probes:
             attributes = vars(probe.owner)
             replaced.append((attributes, probe.name, attributes.get(probe.name, _INHERITED)))
-            attributes[probe.name] = self._timed(lane, probe, getattr(probe.owner, probe.name))
+            if isinstance(probe, SpanSource):
+                attributes[probe.name] = self._taker(lane)
+            else:
+                attributes[probe.name] = self._timed(lane, probe, getattr(probe.owner, probe.name))
 
     def watch_jobs(self, device: Any) -> None:
         """Time the way of every job of a `DeviceThread`, on its loop's thread."""
@@ -65,6 +73,10 @@ class Recorder:
     @property
     def steps(self) -> tuple[StepNote, ...]:
         return tuple(self._steps)
+
+    def spans(self, lane: Lane) -> list[Span]:
+        """A span that contains others comes after them."""
+        return [(KINDS[kind], begin, end) for kind, begin, end in self._spans[lane]]
 
     @property
     def is_full(self) -> bool:
@@ -93,16 +105,25 @@ class Recorder:
             return self._timed_maker(lane, probe, call)
         return self._timed_call(lane, probe.kind, call)
 
+    def _taker(self, lane: Lane) -> Callable[[Iterable[Span]], None]:
+        spans, room = self._spans[lane], self._max_spans
+
+        def take(more: Iterable[Span]) -> None:
+            if len(spans) < room:
+                spans.extend((_NUMBER_OF[kind], began, ended) for kind, began, ended in more)
+
+        return take
+
     def _timed_call(self, lane: Lane, kind: Kind, call: Callable[..., Any]) -> Callable[..., Any]:
-        spans, number, room = self._spans[lane], KINDS.index(kind), self._max_spans
+        spans, number, room, now = self._spans[lane], _NUMBER_OF[kind], self._max_spans, self._now
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began_ns = now_ns()
+            began_ns = now()
             try:
                 return call(*args, **kwargs)
             finally:
                 if len(spans) < room:
-                    spans.append((number, began_ns, now_ns()))
+                    spans.append((number, began_ns, now()))
 
         return timed
 
@@ -170,7 +191,7 @@ class Recorder:
             (Lane.HAND_BACK, Kind.HAND_BACK, back_ns, delivered_ns),
         ):
             if len(self._spans[lane]) < self._max_spans:
-                self._spans[lane].append((KINDS.index(kind), begin_ns, end_ns))
+                self._spans[lane].append((_NUMBER_OF[kind], begin_ns, end_ns))
 
 
 _INHERITED: Final = object()

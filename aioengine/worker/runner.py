@@ -24,6 +24,7 @@ from aioengine.dist.worlds import (
 )
 from aioengine.errors import StartupError
 from aioengine.layers.attention import attention_backend
+from aioengine.layers.forward_batch import ForwardBatch
 from aioengine.layers.probes import layer_probes
 from aioengine.layers.team import Team, open_team
 from aioengine.layout import ParallelLayout
@@ -31,9 +32,10 @@ from aioengine.messages import RemoteCall, Sampled, StepPlan, StepResult
 from aioengine.model_config import ModelConfig
 from aioengine.models.llama import LlamaStage
 from aioengine.rpc import rpc_method, run_method
-from aioengine.timeline.probe import Kind, Probe
+from aioengine.timeline.probe import AnyProbe, Kind, Probe
 from aioengine.worker.batch import BatchBuilder, Role, StepInputs
 from aioengine.worker.device import check_dtype, device_id, select_device, set_cpu_threads
+from aioengine.worker.graphs import StepGraphs
 from aioengine.worker.kv_store import KVShape
 from aioengine.worker.loading import StagePlan, describe_formats, load_stage, with_formats
 from aioengine.worker.logit_rules import LogitRules
@@ -118,6 +120,7 @@ class Worker:
         self._memory: Memory
         self.stage: LlamaStage
         self._builder: BatchBuilder
+        self._graphs: StepGraphs
         self._rules: LogitRules
         self._link: StageLink
         self._feedback: Feedback | None
@@ -156,27 +159,36 @@ class Worker:
         with self.activity.within(f"collective_rpc {call.method}"):
             if self._groups is not None:  # a method's collectives are this job's
                 self._groups.tp.enter_job(seq)
-            return run_method(call, self, self.rank - self._layout.leader_of(self.rank))
+            try:
+                return run_method(call, self, self.rank - self._layout.leader_of(self.rank))
+            finally:
+                self._graphs.forget()
 
-    def probes(self) -> list[Probe]:
+    def probes(self) -> list[AnyProbe]:
         """What of a step can be timed, once the replica is ready."""
-        assert self._groups is not None
-        probes = [
+        probes: list[AnyProbe] = [
             Probe(self, "execute", Kind.STEP),
             Probe(self, "call", Kind.OTHER_JOB),
             Probe(self, "remote", Kind.OTHER_JOB),
             Probe(self, "_last_ids", Kind.RECEIVE_IDS),
             Probe(self, "_sample", Kind.SAMPLE),
-            Probe(self.stage, "forward", Kind.LAYERS),
-            Probe(self.stage, "compute_logits", Kind.LOGITS),
-            *layer_probes(self.stage),
+            *self._stage_probes(),
+            *self._graphs.probes(),
             *self._builder.probes(),
             *self._link.probes(),
-            *self._groups.tp.probes(),
         ]
         if self._feedback is not None:
             probes.append(Probe(self._feedback, "publish", Kind.SEND_IDS))
         return probes
+
+    def _stage_probes(self) -> list[Probe]:
+        assert self._groups is not None
+        return [
+            Probe(self.stage, "forward", Kind.LAYERS),
+            Probe(self.stage, "compute_logits", Kind.LOGITS),
+            *layer_probes(self.stage),
+            *self._groups.tp.probes(),
+        ]
 
     # --- start-up and end
 
@@ -365,6 +377,15 @@ class Worker:
             num_microbatches=self._config.pipeline_parallel_size,
         )
         self._rules = LogitRules(self._config.num_slots, self._cfg.vocab_size, self.device)
+        assert self._groups is not None
+        self._graphs = StepGraphs(
+            self.stage,
+            self._decode,
+            self._stage_probes(),
+            team=self._team,
+            tp=self._groups.tp,
+            activity=self.activity,
+        )
 
     def _profile(self) -> None:
         """Run the largest step over a cache of the null block alone, for the peak of memory."""
@@ -391,33 +412,45 @@ class Worker:
         if self._team is not None:
             self._team.wake()
         inputs = self._builder.build(plan, self._last_ids)
-        hidden_TD: Tensor = self.stage(inputs.forward, self._link.receive(seq))
-        if not self._role.is_last:
-            self._link.send(hidden_TD)
-        result = self._output(seq, plan, inputs, hidden_TD) if self._role.is_last else None
+        result = self._compute(seq, plan, inputs)
         num_sampled = len(inputs.sampled_slots_S)
         if plan.share_sampled and num_sampled and self._feedback and not self._role.is_output:
             self._feedback.expect(inputs.sampled_slots_S)
         return result
 
-    def _output(
-        self, seq: int, plan: StepPlan, inputs: StepInputs, hidden_TD: Tensor
-    ) -> StepResult | None:
-        """The whole tp group computes logits; the output rank makes the result of them."""
-        is_output = self._role.is_output
-        sampled: tuple[Sampled, ...] = ()
+    def _compute(self, seq: int, plan: StepPlan, inputs: StepInputs) -> StepResult | None:
+        """The stage, and what becomes of its hidden states: the next stage gets them, or the whole
+        tp group computes logits, and the output rank makes the result of them."""
+        is_last, is_output = self._role.is_last, self._role.is_output
+        received_TD = self._link.receive(seq)
         if is_output:
             self._rules.observe(plan)
+        if inputs.sample_rows_S is None:
+            computed = self._graphs.run(inputs.forward, received_TD)
+            if not is_last:
+                self._link.send(computed.clone())  # it is overwritten before all of it has left
+                return None
+            if inputs.sampling is None:
+                return None
+            return StepResult(seq, self._sample(plan, inputs, inputs.sampling, computed))
+        hidden_TD: Tensor = self.stage(inputs.forward, received_TD)
+        if not is_last:
+            self._link.send(hidden_TD)
+            return None
+        sampled: tuple[Sampled, ...] = ()
         if len(inputs.sampled_slots_S):
-            rows_S = inputs.sample_rows_S
-            hidden_SD = hidden_TD if rows_S is None else hidden_TD.index_select(0, rows_S)
-            logits_SV = self.stage.compute_logits(hidden_SD)
+            logits_SV = self.stage.compute_logits(hidden_TD.index_select(0, inputs.sample_rows_S))
             if inputs.sampling is not None:
                 sampled = self._sample(plan, inputs, inputs.sampling, logits_SV)
         described = describe_prompts(
             inputs.prompt_chunks, hidden_TD, self.stage.compute_logits, is_output=is_output
         )
         return StepResult(seq, sampled, prompt_logprobs=described) if is_output else None
+
+    def _decode(self, batch: ForwardBatch, received_TD: Tensor | None) -> Tensor:
+        """A step in which every row decodes: logits, on the last stage, or hidden states."""
+        hidden_TD: Tensor = self.stage(batch, received_TD)
+        return self.stage.compute_logits(hidden_TD) if self._role.is_last else hidden_TD
 
     def _sample(
         self, plan: StepPlan, inputs: StepInputs, sampling: SamplingBatch, logits_SV: Tensor

@@ -9,6 +9,8 @@ from aioengine.messages import PREV, NewSlot, SlotParams, SlotStep, StepPlan
 _NULL_BLOCK: Final = 0
 _NUM_PROMPT_TOKENS: Final = 32
 """Enough for what is done to many rows only: it would else be compiled in a request's step."""
+_NUM_DECODES: Final = 3
+"""One is computed, one captured and one repeated (see `graphs.py`)."""
 _PARAMS: Final = SlotParams(
     temperature=1.0, top_k=0, top_p=0.9, min_p=0.0, seed=0, choice_index=0, logprobs=0
 )
@@ -17,13 +19,14 @@ _PARAMS: Final = SlotParams(
 def warm_up_plans(
     max_num_batched_tokens: int, max_model_len: int, block_size: int
 ) -> list[StepPlan]:
-    """A short prefill and, where the context has room, the decode of the token it drew."""
+    """A short prefill and, where the context has room, decodes of the tokens that are drawn."""
     num_tokens = max(1, min(_NUM_PROMPT_TOKENS, max_num_batched_tokens, max_model_len - 1))
     plans = [_plan([num_tokens], block_size)]
-    if num_tokens < max_model_len:
-        new_blocks = (_NULL_BLOCK,) if num_tokens % block_size == 0 else ()
-        decode = SlotStep(0, 0, num_tokens, (PREV,), new_blocks, sample=True)
-        plans.append(StepPlan((), (decode,)))
+    end = min(num_tokens + _NUM_DECODES, max_model_len)
+    for position in range(num_tokens, end):
+        new_blocks = (_NULL_BLOCK,) if position % block_size == 0 else ()
+        decode = SlotStep(0, 0, position, (PREV,), new_blocks, sample=True)
+        plans.append(StepPlan((), (decode,), share_sampled=position + 1 < end))
     return plans
 
 

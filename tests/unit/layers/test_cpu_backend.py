@@ -13,6 +13,10 @@ from aioengine.kernels.dots import HAS_DOTS
 from aioengine.kernels.team import Team
 from aioengine.layers.backend import TORCH
 from aioengine.layers.cpu_backend import CpuBackend, torch_rows
+from aioengine.layers.quantized import PackedParameter
+from aioengine.layers.quantized_format import INT4, INT4_FLOAT32, INT8
+from aioengine.layers.rotary import rotary_frequencies
+from aioengine.model_config import RopeConfig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -146,6 +150,45 @@ def test_rotation(dtype: torch.dtype, head_dim: int) -> None:
         ours(dtype, 3).rotate(qkv_TMH[:, 1:5], cos, sin)
         tolerance = torch.finfo(dtype).eps
         torch.testing.assert_close(qkv_TMH.float(), expected_TMH, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding(dtype: torch.dtype) -> None:
+    """Rows as torch takes them, to the last bit, and zeros for those that another rank has."""
+    ids_T = torch.tensor([3, 49, 0, 20, 19, 21, 7] * 6)
+    floats = random(50, 100)
+    weights: list[Tensor] = [floats.to(dtype)]
+    for stored in (INT8, INT4) if dtype != torch.float32 else (INT8, INT4, INT4_FLOAT32):
+        weights.append(PackedParameter.empty(stored, (50, 100), torch.device("cpu")))
+        weights[-1].fill(floats)
+    for weight in weights:
+        for first, ids in ((None, ids_T), (0, ids_T + 5), (20, ids_T)):
+            expected_TD = TORCH.embed(ids, weight, first, dtype)
+            assert torch.equal(ours(dtype, 3).embed(ids, weight, first, dtype), expected_TD)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_angles(dtype: torch.dtype) -> None:
+    """The nearest float32, at any position."""
+    frequencies_F = rotary_frequencies(RopeConfig(), 62)
+    positions_T = torch.cat((torch.arange(100), torch.tensor([2047, 131071, 10_000_000])))
+    angles_T1F = (positions_T.float()[:, None, None] * frequencies_F).double()
+    cos, sin = ours(dtype, 3).angles(positions_T, frequencies_F, dtype)
+    for found, exact in ((cos, angles_T1F.cos()), (sin, angles_T1F.sin())):
+        torch.testing.assert_close(found, exact.float().to(dtype), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_side_by_side(dtype: torch.dtype) -> None:
+    parts = random(70, 57, dtype=dtype).split_with_sizes((1, 16, 40), dim=1)
+    assert torch.equal(ours(dtype, 3).side_by_side(parts), torch.cat(parts, dim=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums(dtype: torch.dtype) -> None:
+    x_TD, bias_D = random(70, 57, dtype=dtype), random(57, dtype=dtype)
+    for y in (x_TD.flip(0), bias_D):
+        assert torch.equal(ours(dtype, 3).add(x_TD, y), x_TD + y)
 
 
 def test_who_computes_follows_from_the_processor() -> None:

@@ -2,9 +2,14 @@
 
 import torch
 
+from aioengine.dist.groups import GroupCoordinator
 from aioengine.layers.backend import TORCH
+from aioengine.layers.module import Placement
 from aioengine.layers.rotary import RotaryEmbedding, rotary_frequencies
 from aioengine.model_config import RopeConfig
+
+CPU = torch.device("cpu")
+PLACE = Placement(GroupCoordinator("alone", (0,), 0, device=CPU), torch.float32, CPU)
 
 
 def test_linear_scaling_divides_every_frequency() -> None:
@@ -33,7 +38,7 @@ def test_freq_factors_divide_one_by_one() -> None:
 
 
 def test_products_depend_on_the_distance_only() -> None:
-    rotary = RotaryEmbedding(RopeConfig(), 16, device=torch.device("cpu"))
+    rotary = RotaryEmbedding(RopeConfig(), 16, place=PLACE)
     q_H, k_H = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
 
     def product(q_position: int, k_position: int) -> torch.Tensor:
@@ -48,7 +53,7 @@ def test_products_depend_on_the_distance_only() -> None:
 
 
 def test_memory_does_not_grow_with_the_positions() -> None:
-    rotary = RotaryEmbedding(RopeConfig(), 16, device=torch.device("cpu"))
+    rotary = RotaryEmbedding(RopeConfig(), 16, place=PLACE)
     cos, sin = rotary(torch.tensor([10_000_000]), torch.float32)
     angles = 1e7 * rotary_frequencies(RopeConfig(), 16)
     torch.testing.assert_close(cos[0, 0], angles.cos())

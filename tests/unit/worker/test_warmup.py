@@ -25,7 +25,7 @@ def test_warm_up_plans(max_tokens: int, max_model_len: int, block_size: int) -> 
     for plan in plans:
         check_legal(plan, max_model_len, block_size)
         assert plan.num_tokens <= max_tokens
-    assert len(plans) == 2 or max_model_len == 1
+    assert 2 <= len(plans) <= 4 or max_model_len == 1
 
 
 @given(max_tokens=sizes, max_model_len=sizes, max_num_seqs=sizes, block_size=sizes)
