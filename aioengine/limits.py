@@ -4,11 +4,21 @@ from typing import Final
 
 MAX_BODY_BYTES: Final = 8 * 2**20
 MAX_HEADER_BYTES: Final = 16 * 2**10
+MAX_BODY_MARKS: Final = 2**18
+"""`[`, `{` and `:` in a body, in its texts or between them. Each may become an object of its own:
+8 MB of nothing else would hold up the event loop for seconds."""
+MAX_BODY_FIELDS: Final = 256
+MAX_LOGGED_FIELDS: Final = 100
+"""Different names of unknown fields that one server logs; 64 characters of each."""
 MAX_PROMPTS_PER_REQUEST: Final = 1024
 MAX_CHOICES: Final = 128
 """`n`."""
 MAX_CHOICES_PER_REQUEST: Final = 1024
 """n × prompts of one body."""
+MAX_PROMPT_TOKENS_PER_REQUEST: Final = 2**22
+"""n × the tokens of all prompts of one body: every choice has a copy."""
+MAX_PROMPT_LOGPROBS_PER_REQUEST: Final = 2**22
+"""What describes prompts, in entries: each token, and the best ones beside it."""
 MAX_MESSAGES: Final = 4096
 MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16

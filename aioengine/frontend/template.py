@@ -51,6 +51,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None) -> None:
+        self.source = source
         self._code = None
         if source is None:
             return
