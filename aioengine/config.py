@@ -250,9 +250,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "Which ranks serve HTTP: rank 0, or every leader, each at --port plus its DP rank.",
         ),
     ] = "rank0"
-    api_key: (
-        Annotated[str, _meta("api", "Clients must send it as Bearer token.", min_length=1)] | None
+    uds: (
+        Annotated[str, _meta("api", "Unix socket to serve HTTP on, in place of --host and --port.")]
+        | None
     ) = None
+    ssl_certfile: (
+        Annotated[str, _meta("api", "PEM file with a certificate: HTTPS, from TLS 1.2 on.")] | None
+    ) = None
+    ssl_keyfile: (
+        Annotated[str, _meta("api", "Its key, where --ssl-certfile does not hold it.")] | None
+    ) = None
+    api_key: Annotated[
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        _meta("api", "Clients must send one of these as Bearer token."),
+    ] = ()
     admin_api_key: (
         Annotated[
             str,
@@ -267,6 +278,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ) = None
     metrics_require_key: Annotated[bool, _meta("api", "Put /metrics under the API key.")] = False
     root_path: Annotated[str, _meta("api", "Path prefix of every route behind a proxy.")] = ""
+    allowed_origins: Annotated[
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        _meta(
+            "api",
+            "Origins such as https://chat.example.org whose web pages may read answers; * for all. "
+            "Default: none.",
+        ),
+    ] = ()
+    enable_log_requests: Annotated[
+        bool,
+        _meta("api", "One line for each request: its id, route, status, tokens and times."),
+    ] = False
+    max_log_len: Annotated[
+        int,
+        _meta("api", "Characters of each prompt that such a line shows. 0: none.", ge=0, le=2**20),
+    ] = 0
     max_concurrent_requests: Annotated[
         int, _meta("api", "Choices in flight; more get 503 with Retry-After.", ge=1)
     ] = 4096
@@ -297,6 +324,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--root-path: expected a path such as /llm, without a slash at its end, "
                 f"got {self.root_path!r}"
             )
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile needs --ssl-certfile")
         if self.pipeline_layers is not None:
             self.stage_layers()
 

@@ -1,6 +1,7 @@
 """Command line and TOML files -> EngineConfig. Flags win over files, files over defaults."""
 
 import argparse
+import contextlib
 import difflib
 import re
 import tomllib
@@ -66,12 +67,21 @@ def add_flags(parser: CommandParser, only: Collection[str] | None = None) -> Non
         assert meta.extra is not None
         flag = "--" + field.encode_name.replace("_", "-")
         names = [flag, *meta.extra["aliases"]]
-        shown = "" if field.default in (None, False, "") else f" [{_shown(field.default)}]"
+        shown = "" if field.default in (None, False, "", ()) else f" [{_shown(field.default)}]"
         help_text = f"{meta.description}{shown}".replace("%", "%%")
         section = sections[meta.extra["group"]]
         if kind is bool:
             section.add_argument(
                 *names, action=argparse.BooleanOptionalAction, dest=field.name, help=help_text
+            )
+        elif get_origin(kind) is tuple:
+            section.add_argument(
+                *names,
+                action="extend",
+                nargs="+",
+                dest=field.name,
+                metavar=_metavar(str, field.name),
+                help=help_text,
             )
         else:
             section.add_argument(
@@ -102,7 +112,11 @@ def config_from(given: dict[str, Any], defaults: EngineConfig = DEFAULTS) -> Eng
     return msgspec.structs.replace(defaults, **settings)
 
 
-def _convert_flag(name: str, text: str | bool) -> Any:
+def _convert_flag(name: str, text: str | bool | list[str]) -> Any:
+    """A list can also be typed as JSON, as for vLLM: `'["a", "b"]'`."""
+    if isinstance(text, list) and len(text) == 1 and text[0].startswith("["):
+        with contextlib.suppress(msgspec.DecodeError):
+            text = msgspec.json.decode(text[0], type=list[str])
     try:
         return msgspec.convert(text, _field_type(name), strict=False)
     except msgspec.ValidationError as error:
@@ -122,6 +136,8 @@ def _read_toml(path: str) -> dict[str, Any]:
     for key, value in table.items():
         if key not in EngineConfig.__struct_fields__:
             raise ValueError(f"--config {path}: unknown setting {key!r}")
+        if isinstance(value, str) and get_origin(_unwrap(_field_type(key))[0]) is tuple:
+            value = [value]
         try:
             settings[key] = msgspec.convert(value, _field_type(key))
         except msgspec.ValidationError as error:

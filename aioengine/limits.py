@@ -3,7 +3,22 @@
 from typing import Final
 
 MAX_BODY_BYTES: Final = 8 * 2**20
+MAX_BODIES_BYTES: Final = 2**29
+"""Of all requests in hand."""
+MAX_BODY_SECONDS: Final = 120.0
+"""Until a body has come."""
+MAX_TARGET_BYTES: Final = 8 * 2**10
+"""Of a request line."""
 MAX_HEADER_BYTES: Final = 16 * 2**10
+"""Of one header."""
+MAX_HEADERS: Final = 128
+MAX_HEAD_BYTES: Final = 64 * 2**10
+"""Of a request line with its headers."""
+MAX_CONNECTIONS: Final = 16_384
+MAX_STALL_SECONDS: Final = 120
+"""For a client that reads nothing of what was sent to it."""
+MAX_UNSENT_BYTES: Final = 128 * 2**10
+"""In the kernel, of one connection: more waits here, where events merge."""
 MAX_BODY_MARKS: Final = 2**18
 """`[`, `{` and `:` in a body, in its texts or between them. Each may become an object of its own:
 8 MB of nothing else would hold up the event loop for seconds."""
@@ -30,9 +45,15 @@ MAX_SEED: Final = 2**63 - 1
 
 MAX_TEMPLATE_OUTPUT_CHARS: Final = 2 * MAX_BODY_BYTES
 """A conversation that fills a request body, and as much again around it."""
-MAX_TEMPLATE_ITERATIONS: Final = 200_000
-"""Loop passes and macro calls of one rendering."""
+MAX_TEMPLATE_MADE_CHARS: Final = 2**28
+"""Of everything that one rendering makes on its way."""
+MAX_TEMPLATE_STEPS: Final = 200_000
+"""Loop passes and calls of one rendering."""
+MAX_TEMPLATE_CPU_S: Final = 5.0
+MAX_TEMPLATE_ARGUMENTS: Final = 32
+"""Of one call in a template."""
 MAX_TEMPLATE_EXPONENT: Final = 64
+MAX_TEMPLATE_INT_BITS: Final = 2**12
 
 MAX_METHOD_CHARS: Final = 256
 """Of the name of a `collective_rpc` method."""

@@ -7,7 +7,8 @@ from aiohttp import web
 
 from aioengine.api.errors import ApiError
 from aioengine.config import EngineConfig
-from aioengine.frontend.front_end import FrontEnd
+from aioengine.frontend.front_end import FrontEnd, UnavailableError
+from aioengine.frontend.records import Generation
 from aioengine.frontend.text import ServedModel, TextPool
 from aioengine.frontend.tracer import Tracer
 from aioengine.layout import ParallelLayout
@@ -41,6 +42,15 @@ class Api:
             raise ApiError(503, reason, code=health, retry_after_s=front_end.retry_after_s)
         return self.model
 
+    def check_room(self, num_choices: int = 1) -> None:
+        """Raises ApiError 503 when so many more would be too many."""
+        try:
+            self.front_end.check_admission(num_choices)
+        except UnavailableError as error:
+            raise ApiError(
+                503, str(error), code="overloaded", retry_after_s=error.retry_after_s
+            ) from None
+
     def served_as(self, name: str | None) -> ServedModel:
         """The model under the name that a body asks for (None: whichever there is)."""
         model = self.served()
@@ -55,3 +65,5 @@ class Api:
 
 
 API = web.AppKey("api", Api)
+GENERATION = web.RequestKey("generation", Generation)
+"""What a request has asked for, once that is known."""

@@ -4,7 +4,7 @@ import math
 from typing import Any, Final
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 RETRY_AFTER_S: Final = 5
 MAX_MESSAGE_CHARS: Final = 400
@@ -34,7 +34,11 @@ class ApiError(Exception):
         return error_body(self.status, str(self), self.param, self.code)
 
     def response(self) -> web.Response:
-        headers = {"Retry-After": str(math.ceil(self.retry_after_s))} if self.status == 503 else {}
+        headers = {}
+        if self.status == 503:
+            headers[hdrs.RETRY_AFTER] = str(math.ceil(self.retry_after_s))
+        elif self.status == 401:
+            headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
         return web.Response(
             status=self.status,
             body=msgspec.json.encode(self.body()),

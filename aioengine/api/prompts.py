@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from aioengine import limits
-from aioengine.api.context import Api
+from aioengine.api.context import GENERATION, Api
 from aioengine.api.errors import ApiError, invalid
 from aioengine.api.schema import ChatBody, Message, SamplingBody, TokenizeBody
 from aioengine.frontend.choices import check_text, resolve_choices
@@ -86,8 +86,10 @@ def start_generation(api: Api, request: web.Request, specs: list[ChoiceSpec]) ->
     if pin is not None and not (pin.isdecimal() and len(pin) < 10):
         raise invalid(f"X-data-parallel-rank must be a number, got {pin[:32]!r}")
     try:
-        return api.front_end.generate(specs, None if pin is None else int(pin))
+        generation = api.front_end.generate(specs, None if pin is None else int(pin))
     except UnavailableError as error:
         raise ApiError(503, str(error), retry_after_s=error.retry_after_s) from None
     except ValueError as error:
         raise invalid(str(error)) from None
+    request[GENERATION] = generation
+    return generation

@@ -33,6 +33,8 @@ EXECUTOR: Final = "distributed_executor_backend"
 WITHOUT_MEANING: Final = frozenset(
     {
         *("host", "port", "endpoint_file", "api_ranks", "api_key", "admin_api_key", "root_path"),
+        *("uds", "ssl_certfile", "ssl_keyfile", "allowed_origins"),
+        *("enable_log_requests", "max_log_len"),
         *("metrics_require_key", "max_concurrent_requests", "served_model_name", "chat_template"),
         *("shutdown_timeout", "walltime_margin", "kill_frozen", "log_dir", "log_level"),
         EXECUTOR,

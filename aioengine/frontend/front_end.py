@@ -178,7 +178,7 @@ class FrontEnd:
             raise ValueError(
                 f"X-data-parallel-rank: {dp_rank} is not one of the {len(self.replicas)} replicas"
             )
-        self._check_admission(len(specs))
+        self.check_admission(len(specs))
         self._check_walltime(specs)
         generation = Generation([], self._close)
         self._open.add(generation)
@@ -225,7 +225,8 @@ class FrontEnd:
                 raise error
         return [call.result() for call in calls]
 
-    def _check_admission(self, num_choices: int) -> None:
+    def check_admission(self, num_choices: int) -> None:
+        """Raises UnavailableError when no new work is taken."""
         health = self.health
         if health in ("starting", "draining"):
             cause = f" ({self.drain_cause})" if self.drain_cause else ""

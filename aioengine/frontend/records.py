@@ -80,6 +80,8 @@ class Choice:
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Of the prompt's tokens from the second on; complete before the first output token."""
+        self.first_token_s: float | None = None
+        """Since the request came."""
         self.is_finished = False
         self.error: str | None = None
         self._metrics = metrics
@@ -178,7 +180,8 @@ class Choice:
 
     def _observe(self, num_tokens: int, now: float) -> None:
         if self.num_output_tokens == 0:
-            self._metrics.first_tokens(num_tokens, now - self._arrived)
+            self.first_token_s = now - self._arrived
+            self._metrics.first_tokens(num_tokens, self.first_token_s)
         else:
             self._metrics.next_tokens(num_tokens, now - self._last_token)
         self._last_token = now

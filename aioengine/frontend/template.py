@@ -1,25 +1,13 @@
-"""Chat templates: Jinja in a sandbox, with the helpers that Hugging Face templates rely on."""
+"""Chat templates: compiled once, rendered in a sandbox, for conversations that clients send."""
 
 import contextlib
-import datetime
-import json
 from collections.abc import Mapping, Sequence
 from types import CodeType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from aioengine.limits import (
-    MAX_TEMPLATE_EXPONENT,
-    MAX_TEMPLATE_ITERATIONS,
-    MAX_TEMPLATE_OUTPUT_CHARS,
-)
+from aioengine.frontend.template_sandbox import TemplateEnvironment
 
 END_MARK: Final = "\ue000end of the final message\ue000"
 OWN_NAMES: Final = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
@@ -46,25 +34,20 @@ class ChatTemplate:
     Raises TemplateError for a source that does not compile. May be shared between threads: every
     rendering has an environment of its own.
 
-    The limits stop a template that runs away, not one written to hurt: `~` can still double a
-    string. So templates come from whoever starts the server, never from clients.
+    Templates come from whoever starts the server or published the model, never from clients.
     """
 
     def __init__(self, source: str | None) -> None:
         self.source = source
-        self._code = None
+        self._code: CodeType | None = None
         if source is None:
             return
-        environment = _Environment()
         try:
-            tree = environment.parse(source)
-            bodies = [loop.body for loop in tree.find_all(nodes.For)]
-            bodies += [macro.body for macro in tree.find_all(nodes.Macro)]
-            for body in bodies:
-                body.insert(0, _count_iteration())
-            self._code = environment.compile(tree)
+            self._code = TemplateEnvironment().compile_bounded(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+        except Exception as error:  # too deep, or beyond a limit: constants are computed here
+            raise TemplateError(f"chat template: {error}") from error
 
     def render(
         self,
@@ -105,53 +88,6 @@ class ChatTemplate:
         return _cut_at_mark(rendered) if continue_final_message else rendered
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """What one rendering may use and how much: the counter makes it good for one only."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[LoopControlExtension, _GenerationBlocks],
-        )
-        self.num_iterations = 0
-        self.filters["tojson"] = _tojson
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-
-    def count_iteration(self) -> None:
-        self.num_iterations += 1
-        if self.num_iterations > MAX_TEMPLATE_ITERATIONS:
-            raise SecurityError(f"more than {MAX_TEMPLATE_ITERATIONS} loop passes")
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and abs(right) > MAX_TEMPLATE_EXPONENT:
-            raise SecurityError(f"exponent above {MAX_TEMPLATE_EXPONENT}")
-        for repeated, times in ((left, right), (right, left)):
-            repeats = isinstance(repeated, str | list | tuple) and isinstance(times, int)
-            if repeats and len(repeated) * times > MAX_TEMPLATE_OUTPUT_CHARS:
-                raise SecurityError(f"more than {MAX_TEMPLATE_OUTPUT_CHARS} elements")
-        return super().call_binop(context, operator, left, right)
-
-
-class _GenerationBlocks(Extension):
-    """`{% generation %}…{% endgeneration %}` marks a trainer's loss mask; here it is its body."""
-
-    tags: set[str] = {"generation"}  # noqa: RUF012  (the base class declares an instance variable)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _count_iteration() -> nodes.Stmt:
-    """A statement that a template cannot shadow: it reads the environment, not a variable."""
-    function = nodes.EnvironmentAttribute("count_iteration")
-    return nodes.ExprStmt(nodes.Call(function, [], [], None, None))
-
-
 def _render(code: CodeType, own: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
     """`extra` is at fault when the template fails with it and not without."""
     try:
@@ -165,19 +101,12 @@ def _render(code: CodeType, own: Mapping[str, Any], extra: Mapping[str, Any]) ->
 
 
 def _run(code: CodeType, variables: dict[str, Any]) -> str:
-    environment = _Environment()
+    environment = TemplateEnvironment()
     template = jinja2.Template.from_code(environment, code, environment.globals)
-    pieces: list[str] = []
-    size = 0
     try:
-        for piece in template.generate(variables):
-            size += len(piece)
-            if size > MAX_TEMPLATE_OUTPUT_CHARS:
-                raise SecurityError(f"more than {MAX_TEMPLATE_OUTPUT_CHARS} characters")
-            pieces.append(piece)
+        return template.render(variables)
     except Exception as error:  # a template can do anything that Python can refuse
         raise TemplateError(f"chat template: {error}", "messages") from error
-    return "".join(pieces)
 
 
 def _joined(content: Any) -> Any:
@@ -205,28 +134,3 @@ def _cut_at_mark(rendered: str) -> str:
     if rendered.startswith(" ", end + len(END_MARK)):
         return rendered[:end]
     return rendered[:end].rstrip()  # the template trims messages
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Without the HTML escapes of Jinja's own filter."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:  # noqa: A002  (the name that templates use)
-    return datetime.datetime.now().strftime(format)

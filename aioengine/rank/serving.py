@@ -3,21 +3,27 @@
 import asyncio
 import logging
 import random
+import resource
 import time
+from typing import Final
 
-from aioengine.api.app import HttpServer
 from aioengine.api.context import Api
+from aioengine.api.server import HttpServer
 from aioengine.checkpoint.source import ModelSource
 from aioengine.control.deadline import wait_first
 from aioengine.control.signals import Signals
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.text import TextPool
 from aioengine.frontend.tracer import Tracer
+from aioengine.limits import MAX_CONNECTIONS
 from aioengine.model_config import ModelConfig
 from aioengine.rank.model_files import load_text
 from aioengine.rank.place import Place
 
 log = logging.getLogger(__name__)
+
+OTHER_FILES: Final = 1024
+"""Descriptors that are no connections of clients."""
 
 
 class HttpService:
@@ -52,6 +58,7 @@ class HttpService:
             started_at=int(time.time()),
             seeds=random.Random(place.config.seed),
         )
+        _raise_file_limit()
         server = HttpServer(api, place.layout.coords(place.rank).dp)
         # Leaders hear from this front end until it has told them to end.
         async with asyncio.TaskGroup() as tasks:
@@ -116,3 +123,12 @@ class HttpService:
             f" ({front_end.drain_cause})" if front_end.drain_cause else "",
         )
         return limit_s
+
+
+def _raise_file_limit() -> None:
+    """To what connections may need: many systems give 1,024 descriptors to who does not ask."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_CONNECTIONS + OTHER_FILES
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -33,7 +33,7 @@ async def answered(
 
 @pytest.mark.parametrize("path", [RPC, RESET])
 async def test_without_a_configured_key_it_is_refused(path: str) -> None:
-    async with serving(api_key="other") as served:
+    async with serving(api_key=("other",)) as served:
         answer = await served.post(path, {}, headers={"Authorization": "Bearer other"})
         assert answer.status == 403
         assert "--admin-api-key" in answer.error["message"]
@@ -42,7 +42,7 @@ async def test_without_a_configured_key_it_is_refused(path: str) -> None:
 @pytest.mark.parametrize("path", [RPC, RESET])
 @pytest.mark.parametrize("given", [None, "", "Bearer ", "Bearer other", f"Bearer {KEY}s", KEY])
 async def test_only_the_admin_key_opens(path: str, given: str | None) -> None:
-    async with serving(admin_api_key=KEY, api_key="other") as served:
+    async with serving(admin_api_key=KEY, api_key=("other",)) as served:
         headers = {} if given is None else {"Authorization": given}
         answer = await served.post(path, {"method": "rank_info"}, headers=headers)
         assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
@@ -51,7 +51,7 @@ async def test_only_the_admin_key_opens(path: str, given: str | None) -> None:
 
 
 async def test_the_admin_key_is_not_the_api_key() -> None:
-    async with serving(admin_api_key=KEY, api_key="other") as served:
+    async with serving(admin_api_key=KEY, api_key=("other",)) as served:
         assert (await served.get("/v1/models", headers=HEADERS)).status == 401
 
 

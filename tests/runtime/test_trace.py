@@ -176,11 +176,11 @@ def member_at(rank: int, endpoint: Endpoint) -> Member:
 
 @pytest.mark.parametrize("path", ["/trace/state", "/trace/stacks", "/trace/steps"])
 async def test_only_the_admin_key_opens(path: str) -> None:
-    async with serving(api_key="other") as served:
+    async with serving(api_key=("other",)) as served:
         refused = await served.get(path, headers={"Authorization": "Bearer other"})
         assert refused.status == 403
         assert "--admin-api-key" in refused.error["message"]
-    async with serving(admin_api_key=ADMIN_KEY, api_key="other") as served:
+    async with serving(admin_api_key=ADMIN_KEY, api_key=("other",)) as served:
         for headers in ({}, {"Authorization": "Bearer other"}):
             assert (await served.get(path, headers=headers)).status == 401
         assert (await served.get(path, headers=HEADERS)).json["ranks"] == []

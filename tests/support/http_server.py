@@ -13,8 +13,8 @@ from support.fake_leaders import FakeLeader, front_end_with_leaders
 from support.mailbox import LIMIT_S, settle
 from support.tiny_model import ids, served_model
 
-from aioengine.api.app import HttpServer
 from aioengine.api.context import Api
+from aioengine.api.server import HttpServer
 from aioengine.config import EngineConfig
 from aioengine.control.walltime import NO_END, Walltime
 from aioengine.frontend.front_end import FrontEnd
@@ -105,9 +105,11 @@ async def serving(
     has_model: bool = True,
     walltime: Walltime = NO_END,
     members: Sequence[Member] = (),
+    base: str | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """`states` of the replicas: starting, ready or failed. `members` are those to trace."""
+    """`states` of the replicas: starting, ready or failed. `members` are those to trace. `base` is
+    the session's URL where the server's own is none that it could use."""
     limit = settings.pop("max_concurrent_requests", 200)
     front_end, leaders = front_end_with_leaders(len(states), limit, walltime=walltime)
     for leader, state in zip(leaders, states, strict=True):
@@ -126,10 +128,11 @@ async def serving(
         model=served_model() if has_model else None,
     )
     server = HttpServer(api)
-    url = await server.open()
     try:
+        url = await server.open()
         async with aiohttp.ClientSession(
-            url.removesuffix(api.config.root_path), timeout=aiohttp.ClientTimeout(total=LIMIT_S)
+            base or url.removesuffix(api.config.root_path),
+            timeout=aiohttp.ClientTimeout(total=LIMIT_S),
         ) as session:
             await settle()
             yield Served(url, api, front_end, leaders, session)

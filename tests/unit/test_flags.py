@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from aioengine.cli.rank_flags import add_model_argument, given_flags
 from aioengine.config import EngineConfig, config_differences, refuse_unsupported
-from aioengine.flags import GROUPS, build_parser, parse_config
+from aioengine.flags import GROUPS, CommandParser, add_flags, build_parser, parse_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -24,7 +25,8 @@ CONTRACT_FLAGS = """
 --startup-timeout-seconds --heartbeat-seconds --step-timeout-seconds
 --distributed-timeout-seconds --shutdown-timeout --walltime-margin --kill-frozen --no-kill-frozen
 --host --port --endpoint-file --api-ranks --api-key --admin-api-key --root-path
---max-concurrent-requests --metrics-require-key
+--max-concurrent-requests --metrics-require-key --allowed-origins --uds --ssl-certfile
+--ssl-keyfile --enable-log-requests --max-log-len
 --host-ip --config --log-level --log-dir
 """
 
@@ -62,6 +64,15 @@ def test_no_flags_are_the_defaults() -> None:
         (["--shutdown-timeout", "0"], "shutdown_timeout", 0.0),
         (["--no-async-scheduling"], "async_scheduling", False),
         (["--metrics-require-key"], "metrics_require_key", True),
+        (["--api-key", "a", "b"], "api_key", ("a", "b")),
+        (["--api-key", "a", "--api-key=b"], "api_key", ("a", "b")),
+        (["--api-key", "[a"], "api_key", ("[a",)),
+        (
+            ["--allowed-origins", '["https://a", "https://b"]'],
+            "allowed_origins",
+            ("https://a", "https://b"),
+        ),
+        (["--enable-log-requests"], "enable_log_requests", True),
         (["--port", "0"], "port", 0),
         (["-pp", "2", "--pipeline-layers", "3,2"], "pipeline_layers", "3,2"),
     ],
@@ -99,6 +110,8 @@ def _non_defaults(config: EngineConfig) -> dict[str, Any]:
         ["--seed", str(2**63)],
         ["--root-path", "llm"],
         ["--root-path", "/llm/"],
+        ["--api-key", ""],
+        ["--max-log-len", "-1"],
         ["--pipeline-layers", "3,2"],
         ["--pipeline-layers", "0"],
         ["--pipeline-layers", "all"],
@@ -136,11 +149,22 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     }
 
 
+@pytest.mark.parametrize("model", ["org/model", "./model", "/models/a", "a.gguf", "../m"])
+def test_a_model_is_no_api_key(model: str) -> None:
+    parser = CommandParser(prog="aioengine serve")
+    add_model_argument(parser)
+    add_flags(parser)
+    with pytest.raises(ValueError, match="MODEL, which must come before --api-key"):
+        given_flags(parser.parse_args(["--api-key", "key", model]))
+    given = given_flags(parser.parse_args([model, "--api-key", "key", "other"]))
+    assert (given["model"], given["api_key"]) == (model, ["key", "other"])
+
+
 def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
     common = write(tmp_path / "common.toml", "port = 9000\ntensor_parallel_size = 2\n")
     secret = write(tmp_path / "secret.toml", 'port = 9001\napi_key = "k"\n')
     config = parse("--config", common, "--config", secret)
-    assert _non_defaults(config) == {"tensor_parallel_size": 2, "port": 9001, "api_key": "k"}
+    assert _non_defaults(config) == {"tensor_parallel_size": 2, "port": 9001, "api_key": ("k",)}
 
 
 @pytest.mark.parametrize(
