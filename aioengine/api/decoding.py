@@ -105,7 +105,7 @@ def _invalid_field(error: msgspec.ValidationError) -> ApiError:
     match = re.search(r" - at (?:`key` in )?`\$(?:\.?(?P<path>[^`]*))`$", text)
     path = match["path"] if match else ""
     message = text[: match.start()] if match else text
-    part = re.fullmatch(r"Invalid value '(\w+)'", message)
+    part = re.fullmatch(r"Invalid enum value '(\w+)'", message)
     if part and part[1] in UNSUPPORTED_PARTS and path.endswith(".type"):
         return invalid(f"{path}: {part[1]} is not supported yet", "messages", "unsupported")
     missing = re.match(r"Object missing required field `(\w+)`", message)

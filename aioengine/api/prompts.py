@@ -83,7 +83,7 @@ def context_of(api: Api) -> int:
 def start_generation(api: Api, request: web.Request, specs: list[ChoiceSpec]) -> Generation:
     """Hand the choices to replicas. Raises ApiError 503 when no new work is taken."""
     pin = request.headers.get("X-data-parallel-rank")
-    if pin is not None and not (pin.isdecimal() and len(pin) < 10):
+    if pin is not None and not (pin.isascii() and pin.isdecimal() and len(pin) < 10):
         raise invalid(f"X-data-parallel-rank must be a number, got {pin[:32]!r}")
     try:
         generation = api.front_end.generate(specs, None if pin is None else int(pin))

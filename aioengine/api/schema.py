@@ -8,7 +8,7 @@ are listed in `UNSUPPORTED` with the values that ask for nothing; any other valu
 that nobody knows are ignored.
 """
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -87,7 +87,7 @@ class SamplingBody(SamplingFields, kw_only=True):
 
 
 Prompts = Annotated[
-    list[str | TokenId | list[TokenId]],
+    list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]],
     Meta(
         min_length=1,
         description="Token ids; or several prompts, each of them text or each of them token ids.",
@@ -134,7 +134,8 @@ class CompletionBody(SamplingBody, kw_only=True):
         )
 
 
-class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+class TextPart(msgspec.Struct):
+    type: Literal["text"]
     text: str
 
 

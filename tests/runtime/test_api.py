@@ -22,6 +22,7 @@ V1 = [
     ("POST", CHAT, MESSAGES),
     ("GET", "/v1/models", None),
     ("GET", f"/v1/models/{MODEL_NAME}", None),
+    ("GET", "/tokenizer_info", None),
     ("POST", "/tokenize", {"prompt": "a"}),
     ("POST", "/detokenize", {"tokens": [97]}),
 ]

@@ -253,6 +253,7 @@ async def test_prompts(body: dict[str, Any], param: str) -> None:
         (chat(user("a"), user({"text": "b"})), "messages[1].content"),
         (chat(user(["b"])), "messages[0].content[0]"),
         (chat(user([{"type": "text"}])), "messages[0].content[0].text"),
+        (chat(user([{"text": "b"}])), "messages[0].content[0].type"),
         (chat(user([{"type": "image_url", "image_url": {}}])), "messages[0].content[0].type"),
         (chat({"role": "bad", "content": "x"}), "messages"),
         (chat(*[user("x")] * (limits.MAX_MESSAGES + 1)), "messages"),
