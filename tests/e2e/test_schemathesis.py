@@ -42,7 +42,7 @@ def run_schemathesis(url: str) -> int:
         *(client_venv(f"schemathesis=={VERSION}") / "schemathesis", "run", f"{url}/openapi.json"),
         *("--header", "Authorization: Bearer open"),
         *("--checks", "all", "--exclude-checks", ",".join(LEFT_OUT)),
-        *("--phases", "examples,coverage,fuzzing", "--max-examples", "200", "--workers", "4"),
+        *("--phases", "examples,coverage,fuzzing", "--max-examples", "200"),
         *("--request-timeout", "60", "--max-response-time", "60", "--continue-on-failure"),
         *("--seed", "1", "--generation-database", "none"),
     ]
