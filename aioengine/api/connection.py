@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+import math
 import socket
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 from aiohttp import web
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 IDLE_S: Final = 620.0
 """Longer than proxies keep their connections, so that it is they who close."""
+WARNING_PAUSE_S: Final = 60.0
 MAX_REASON_CHARS: Final = 200
 REFUSED_HEAD: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\n"
@@ -36,6 +38,8 @@ CLIENTS_FAULTS: Final = (HttpProcessingError, web.RequestPayloadError, Connectio
 class Connection(web.RequestHandler):
     """aiohttp's, but faults of clients get an answer in OpenAI's form and at most a line in the
     log, and what a client may hold without asking for anything is bounded."""
+
+    _warned_at_s: ClassVar[float] = -math.inf
 
     def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(
@@ -52,7 +56,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if len(self._server.connections) >= MAX_CONNECTIONS:
-            log.warning("a connection was refused: %d are open", MAX_CONNECTIONS)
+            self._warn_of_refusals()
             transport.close()
             return
         super().connection_made(transport)
@@ -64,6 +68,9 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._current_request is not None and self._is_broken():
+            # aiohttp answers it afterwards; until then nobody would tell who waits for the body
+            self._current_request.content.set_exception(web.RequestPayloadError("broken framing"))
         if self._waiter is None or self._waiter.done():  # a request is there, and being handled
             self._num_head_bytes = 0
             return
@@ -73,6 +80,16 @@ class Connection(web.RequestHandler):
             body = msgspec.json.encode(refusal.body())
             self.transport.write(REFUSED_HEAD % (len(body), body))
             self.force_close()
+
+    def _warn_of_refusals(self) -> None:
+        now_s = self._loop.time()
+        if now_s - Connection._warned_at_s > WARNING_PAUSE_S:
+            Connection._warned_at_s = now_s
+            log.warning("connections are refused: %d are open", MAX_CONNECTIONS)
+
+    def _is_broken(self) -> bool:
+        """What came last was no HTTP."""
+        return bool(self._messages) and hasattr(self._messages[-1][0], "exc")
 
     def handle_error(
         self,

@@ -23,6 +23,7 @@ HEADER: Final = "X-Request-Id"
 WELL_FORMED: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 MAX_PATH_CHARS: Final = 200
+MAX_ERROR_CHARS: Final = 200
 CLIENT_LEFT: Final = 499
 """In the log, in place of a status: nobody was there to be answered."""
 PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
@@ -73,6 +74,8 @@ def _about(api: Api, generation: Generation) -> list[str]:
     firsts = [choice.first_token_s for choice in choices if choice.first_token_s is not None]
     if firsts:
         words.append(f"first after {min(firsts):.3f} s")
+    if errors := [choice.error for choice in choices if choice.error]:
+        words.append(f"failed: {errors[0][:MAX_ERROR_CHARS]!r}")
     max_chars = api.config.max_log_len
     if max_chars and api.model is not None:
         for prompt_ids in prompts:

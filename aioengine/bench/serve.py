@@ -20,6 +20,7 @@ import uvloop
 from aioengine.bench.client import Client, Target
 from aioengine.bench.load import Server, Span, Workload, make_jobs, meet, run_round
 from aioengine.bench.serve_report import print_comparison, print_summary, to_json
+from aioengine.bench.slow_readers import reading_beside
 from aioengine.bench.stats import Round, summarize
 from aioengine.errors import EngineError
 from aioengine.flags import CommandParser
@@ -44,6 +45,7 @@ class Plan:
     work: Workload
     num_warm_up: int
     num_rounds: int
+    num_slow_readers: int
     timeout_s: float
 
 
@@ -80,6 +82,14 @@ def configure(parser: CommandParser) -> None:
         type=int,
         metavar="N",
         help=f"requests that do not count [one per stream, {WARM_UP_WITH_RATE} with --rate]",
+    )
+    load.add_argument(
+        "--slow-readers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="so many more clients with long answers, who read slowly in the rounds of --vs "
+        "(then --url, if not given), and as fast as they can in the others [0]",
     )
     load.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn [0]")
     _add_request_flags(parser)
@@ -166,12 +176,14 @@ def read_plan(given: dict[str, Any]) -> Plan:
     targets = [Target.parse("--url", given["url"], key)]
     if "vs" in given:
         targets.append(Target.parse("--vs", given["vs"], key))
+    elif given["slow_readers"]:
+        targets.append(targets[0])
     rate = given.get("rate")
     concurrency = None if rate is not None else given.get("concurrency", DEFAULT_CONCURRENCY)
     for name in ("concurrency", "num_requests", "rounds"):
         if given.get(name, 1) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, found {given[name]}")
-    for name in ("warmup", "shared_prefix_len", "temperature"):
+    for name in ("warmup", "shared_prefix_len", "temperature", "slow_readers"):
         if given.get(name, 0) < 0:
             raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, found {given[name]}")
     for name in ("rate", "timeout"):
@@ -198,6 +210,7 @@ def read_plan(given: dict[str, Any]) -> Plan:
         work=work,
         num_warm_up=given.get("warmup", concurrency or WARM_UP_WITH_RATE),
         num_rounds=given.get("rounds", VS_ROUNDS if len(targets) == 2 else 1),
+        num_slow_readers=given["slow_readers"],
         timeout_s=given["timeout"],
     )
 
@@ -249,7 +262,11 @@ async def measure(plan: Plan) -> tuple[list[Server], list[list[Round]]]:
             # Who is first changes, so that what a turn leaves behind meets both.
             for side in _turns(len(servers), number):
                 jobs = make_jobs(servers[side], plan.work, plan.work.num_requests, name, side)
-                rounds[side].append(await run_round(servers[side].client, jobs, plan.work, name))
+                async with reading_beside(
+                    servers[side], plan.work, plan.num_slow_readers, name, slowly=side == 1
+                ):
+                    found = await run_round(servers[side].client, jobs, plan.work, name)
+                rounds[side].append(found)
         return servers, rounds
     finally:
         for client in clients:

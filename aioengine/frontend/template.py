@@ -29,7 +29,7 @@ class TemplateError(ValueError):
 
 
 class ChatTemplate:
-    """A compiled template. None stands for a model that has none: rendering then says so.
+    """A compiled template. None stands for a model without one: rendering then says why.
 
     Raises TemplateError for a source that does not compile. May be shared between threads: every
     rendering has an environment of its own.
@@ -37,8 +37,11 @@ class ChatTemplate:
     Templates come from whoever starts the server or published the model, never from clients.
     """
 
-    def __init__(self, source: str | None) -> None:
+    def __init__(
+        self, source: str | None, absence: str = "this model has no chat template"
+    ) -> None:
         self.source = source
+        self._absence = absence
         self._code: CodeType | None = None
         if source is None:
             return
@@ -66,8 +69,7 @@ class ChatTemplate:
         """
         if self._code is None:
             raise TemplateError(
-                "this model has no chat template: give one with --chat-template, or send text to "
-                "/v1/completions",
+                f"{self._absence}: give one with --chat-template, or send text to /v1/completions",
                 "messages",
             )
         if continue_final_message and add_generation_prompt:

@@ -1,15 +1,18 @@
 """Text work off the event loop: tokenizing, templates, file reading."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from aioengine.checkpoint.source import ModelSource
-from aioengine.frontend.template import ChatTemplate
+from aioengine.frontend.template import ChatTemplate, TemplateError
 from aioengine.frontend.tokenizer import Tokenizer, load_tokenizer
 from aioengine.model_config import ModelConfig
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,13 +38,6 @@ def load_served_model(
 ) -> ServedModel:
     """Read tokenizer and chat template. Raises ValueError that names the file or flag."""
     tokenizer = load_tokenizer(source)
-    template_text = tokenizer.chat_template
-    if template_file is not None:
-        try:
-            with open(template_file, encoding="utf-8") as file:
-                template_text = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--chat-template {template_file}: {error}") from None
     eos = dict.fromkeys(config.eos_token_ids)
     if not eos and tokenizer.eos_token_id is not None:
         eos = {tokenizer.eos_token_id: None}
@@ -49,9 +45,24 @@ def load_served_model(
         name=name or config.name,
         config=config,
         tokenizer=tokenizer,
-        template=ChatTemplate(template_text),
+        template=_template(tokenizer.chat_template, template_file),
         eos_token_ids=tuple(eos),
     )
+
+
+def _template(of_model: str | None, file_name: str | None) -> ChatTemplate:
+    """A model whose own template cannot be used serves /v1/completions nevertheless."""
+    if file_name is not None:
+        try:
+            with open(file_name, encoding="utf-8") as file:
+                return ChatTemplate(file.read())
+        except (OSError, UnicodeDecodeError, TemplateError) as error:
+            raise ValueError(f"--chat-template {file_name}: {error}") from None
+    try:
+        return ChatTemplate(of_model)
+    except TemplateError as error:
+        log.warning("the model's own %s; chat requests are refused", error)
+        return ChatTemplate(None, f"this model's own {error}")
 
 
 class TextPool:

@@ -1,6 +1,7 @@
 """Clients that read slowly or ask for nothing, beside others that must not notice."""
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -87,20 +88,18 @@ async def test_a_thousand_idle_connections(url: str, session: aiohttp.ClientSess
     (pid,) = (await rank_pids(session)).values()
     before = rss_bytes(pid)
     expected = await post(session, "/v1/completions", OTHERS[0])
-    opened = [connected(url) for _ in range(NUM_IDLE)]
     try:
-        for number, context in enumerate(opened):
-            _, writer = await context.__aenter__()
-            if number % 2:
-                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le")
-        for _ in range(5):
-            found = await post(session, "/v1/completions", OTHERS[0])
-            assert found["choices"] == expected["choices"]
-        assert len(os.listdir(f"/proc/{pid}/fd")) > NUM_IDLE
-        assert rss_bytes(pid) - before < NUM_IDLE * 20 * 2**10
+        async with contextlib.AsyncExitStack() as stack:
+            for number in range(NUM_IDLE):
+                _, writer = await stack.enter_async_context(connected(url))
+                if number % 2:
+                    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le")
+            for _ in range(5):
+                found = await post(session, "/v1/completions", OTHERS[0])
+                assert found["choices"] == expected["choices"]
+            assert len(os.listdir(f"/proc/{pid}/fd")) > NUM_IDLE
+            assert rss_bytes(pid) - before < NUM_IDLE * 20 * 2**10
     finally:
-        for context in opened:
-            await context.__aexit__(None, None, None)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 

@@ -200,6 +200,17 @@ async def test_a_client_that_leaves_has_a_line_too(caplog: pytest.LogCaptureFixt
     assert " POST /v1/completions 499, 5 + 0 tokens, " in line
 
 
+async def test_a_stream_that_fails_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Its status was sent before."""
+    caplog.set_level(logging.INFO)
+    async with serving(enable_log_requests=True) as server, asyncio.TaskGroup() as tasks:
+        tasks.create_task(server.post(COMPLETIONS, {**PROMPT, "stream": True}))
+        (added,) = await server.leader.added()
+        server.leader.answer(added, (), "error", error="the\ncause")
+    (line,) = logged(caplog)
+    assert " 200, 5 + 0 tokens, failed: 'the\\ncause', " in line
+
+
 async def test_without_the_flag_there_are_no_lines(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with serving() as server:
@@ -309,6 +320,13 @@ async def test_https(certificate: tuple[str, str]) -> None:
     async with serving(ssl_certfile=cert, ssl_keyfile=key) as server:
         assert server.url.startswith("https://127.0.0.1:")
         assert await get(server.url + "/livez", aiohttp.TCPConnector(ssl=trust)) == 200
+        async with (
+            asyncio.TaskGroup() as tasks,
+            aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(ssl=trust)) as session,
+        ):
+            tasks.create_task(server.play("hé", "llo"))
+            async with session.post(COMPLETIONS, json={**PROMPT, "stream": True}) as response:
+                assert (await response.text()).endswith("data: [DONE]\n\n")
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await get(server.url + "/livez", aiohttp.TCPConnector())
 

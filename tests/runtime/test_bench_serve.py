@@ -1,6 +1,7 @@
 """`aioengine bench serve` against servers that behave, and against those that do not."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import sys
@@ -154,6 +155,47 @@ async def test_two_servers_take_turns(capsys: pytest.CaptureFixture[str]) -> Non
     found = json.loads(to_json(plan.work, servers, rounds))
     assert [len(each["rounds"]) for each in found["servers"]] == [3, 3]
     assert found["comparison"][0]["name"] == "requests/s"
+
+
+async def test_slow_readers_beside_every_second_round() -> None:
+    """They ask for the same in all rounds; what they read tells them apart."""
+    num_sent: list[int] = []
+
+    async def answer(asked: Asked) -> None:
+        if "n" not in asked.body:
+            await answer_well(asked)
+            return
+        num_sent.append(0)
+        await asked.send(STREAM_HEAD)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            for _ in range(4000):
+                async with asyncio.timeout(0.5):
+                    await asked.send(chunk(bytes(1000)))
+                num_sent[-1] += 1
+
+    async with scripted_server(answer) as server:
+        line = ["--url", server.url, "--rounds", "2", "--num-requests", "200", "--warmup", "0"]
+        plan = plan_of(*line, "--concurrency", "1", "--slow-readers", "1")
+        _, rounds = await measure(plan)
+    readers = [asked.body for asked in server.asked if "n" in asked.body]
+    assert [body["n"] for body in readers] == [16] * 4
+    assert len({len(body["prompt"]) for body in readers}) == 1
+    fast, slow = sorted(num_sent[:1] + num_sent[3:]), num_sent[1:3]
+    assert min(fast) > max(slow), num_sent
+    assert [len(each) for each in rounds] == [2, 2]
+
+
+async def test_a_slow_reader_that_is_not_served_is_an_error() -> None:
+    async def refuse(asked: Asked) -> None:
+        if "n" not in asked.body:
+            await answer_well(asked)
+        else:
+            await asked.send_json(503, {"error": {}})
+
+    async with scripted_server(refuse) as server:
+        plan = plan_of("--url", server.url, "--rounds", "1", "--slow-readers", "1")
+        with pytest.raises(EngineError, match=r"a slow reader got 'HTTP/1\.1 503"):
+            await measure(plan)
 
 
 # --- other servers -------------------------------------------------------------------------------
