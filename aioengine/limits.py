@@ -23,8 +23,13 @@ MAX_BODY_MARKS: Final = 2**18
 """`[`, `{` and `:` in a body, in its texts or between them. Each may become an object of its own:
 8 MB of nothing else would hold up the event loop for seconds."""
 MAX_BODY_FIELDS: Final = 256
+MAX_SEARCHED_BYTES: Final = 2**20
+"""Of a body that is not JSON, for the field at fault: the event loop waits, 0.4 s for 8 MB of
+numbers."""
 MAX_LOGGED_FIELDS: Final = 100
-"""Different names of unknown fields that one server logs; 64 characters of each."""
+"""Different names of unknown fields that one server logs."""
+MAX_LOGGED_NAME_CHARS: Final = 64
+"""Of each."""
 MAX_PROMPTS_PER_REQUEST: Final = 1024
 MAX_CHOICES: Final = 128
 """`n`."""
@@ -35,6 +40,8 @@ MAX_PROMPT_TOKENS_PER_REQUEST: Final = 2**22
 MAX_PROMPT_LOGPROBS_PER_REQUEST: Final = 2**22
 """What describes prompts, in entries: each token, and the best ones beside it."""
 MAX_MESSAGES: Final = 4096
+MAX_ROLE_CHARS: Final = 64
+MAX_CACHE_SALT_CHARS: Final = 256
 MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024

@@ -22,8 +22,6 @@ AnySamplingBody = TypeVar("AnySamplingBody", bound=SamplingBody)
 
 MAX_NAME_CHARS: Final = 64
 """Of a field's name in an answer."""
-MAX_SEARCHED_BYTES: Final = 2**20
-"""Of a body that is not JSON: the event loop waits for the search, 0.4 s for 8 MB of numbers."""
 
 
 def decode_body(data: bytes, kind: type[Body]) -> Body:
@@ -121,7 +119,7 @@ def _not_json(data: bytes, error: Exception) -> ApiError:
     """Python's reader takes what clients write although JSON has no word for it: NaN, infinities,
     lone surrogates, bytes that are not UTF-8. Then the field that holds it is at fault."""
     fields = None
-    if len(data) <= MAX_SEARCHED_BYTES:
+    if len(data) <= limits.MAX_SEARCHED_BYTES:
         with contextlib.suppress(ValueError, RecursionError):
             fields = json.loads(data.decode(errors="surrogateescape"), parse_constant=_Constant)
     for name, value in fields.items() if isinstance(fields, dict) else ():

@@ -18,14 +18,11 @@ from aioengine.frontend.text import ServedModel
 
 log = logging.getLogger(__name__)
 
-MAX_LOGGED_CHARS = 64
-"""Of a name."""
-
 
 def log_unknown_fields(api: Api, names: list[str]) -> None:
     """One line for what a request brings that nobody knows, and that no request brought before."""
     room = limits.MAX_LOGGED_FIELDS - len(api.unknown_fields)
-    shown = {name[:MAX_LOGGED_CHARS] for name in names} - api.unknown_fields
+    shown = {name[: limits.MAX_LOGGED_NAME_CHARS] for name in names} - api.unknown_fields
     if shown and room:
         new = sorted(shown)[:room]
         api.unknown_fields.update(new)

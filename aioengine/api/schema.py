@@ -140,7 +140,7 @@ class TextPart(msgspec.Struct):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    role: Annotated[str, Meta(min_length=1, max_length=limits.MAX_ROLE_CHARS)]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: Annotated[list[Any], Meta(extra_json_schema={"maxItems": 0})] | None = None

@@ -49,7 +49,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=limits.MAX_CACHE_SALT_CHARS)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     presence_penalty: Penalty | None = None

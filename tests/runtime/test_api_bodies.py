@@ -11,7 +11,7 @@ from support.mailbox import settle
 from support.tiny_model import ids
 
 from aioengine import limits
-from aioengine.api.decoding import MAX_SEARCHED_BYTES, decode_sampling_body
+from aioengine.api.decoding import decode_sampling_body
 from aioengine.api.errors import MAX_MESSAGE_CHARS, ApiError
 from aioengine.api.schema import UNSUPPORTED, UNSUPPORTED_PARTS, ChatBody, CompletionBody
 from aioengine.messages import AddRequest
@@ -126,7 +126,7 @@ async def test_what_json_has_no_word_for_names_its_field(body: bytes, param: str
         (b"\xff\xfe", "not valid JSON"),
         (b'{"\\ud800": 1}', "not valid JSON"),
         (b'{"' + b"x" * 65 + b'": NaN}', "not valid JSON"),
-        (raw("novel", "NaN" + " " * MAX_SEARCHED_BYTES), "not valid JSON"),
+        (raw("novel", "NaN" + " " * limits.MAX_SEARCHED_BYTES), "not valid JSON"),
         (b"null", "the body: Expected `object`"),
         (b"[]", "the body: Expected `object`"),
         (b"[" * DEEP + b"]" * DEEP, "the body: Expected `object`"),
