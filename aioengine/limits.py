@@ -19,12 +19,29 @@ MAX_STALL_SECONDS: Final = 120
 """For a client that reads nothing of what was sent to it."""
 MAX_UNSENT_BYTES: Final = 128 * 2**10
 """In the kernel, of one connection: more waits here, where events merge."""
+MAX_BODY_MARKS: Final = 2**18
+"""`[`, `{` and `:` in a body, in its texts or between them. Each may become an object of its own:
+8 MB of nothing else would hold up the event loop for seconds."""
+MAX_BODY_FIELDS: Final = 256
+MAX_SEARCHED_BYTES: Final = 2**20
+"""Of a body that is not JSON, for the field at fault: the event loop waits, 0.4 s for 8 MB of
+numbers."""
+MAX_LOGGED_FIELDS: Final = 100
+"""Different names of unknown fields that one server logs."""
+MAX_LOGGED_NAME_CHARS: Final = 64
+"""Of each."""
 MAX_PROMPTS_PER_REQUEST: Final = 1024
 MAX_CHOICES: Final = 128
 """`n`."""
 MAX_CHOICES_PER_REQUEST: Final = 1024
 """n × prompts of one body."""
+MAX_PROMPT_TOKENS_PER_REQUEST: Final = 2**22
+"""n × the tokens of all prompts of one body: every choice has a copy."""
+MAX_PROMPT_LOGPROBS_PER_REQUEST: Final = 2**22
+"""What describes prompts, in entries: each token, and the best ones beside it."""
 MAX_MESSAGES: Final = 4096
+MAX_ROLE_CHARS: Final = 64
+MAX_CACHE_SALT_CHARS: Final = 256
 MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024

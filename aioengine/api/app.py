@@ -14,11 +14,13 @@ from aioengine.api.completions import completions
 from aioengine.api.context import API, Api
 from aioengine.api.errors import ApiError, invalid
 from aioengine.api.handlers import Handler, route_of
+from aioengine.api.openapi import openapi
 from aioengine.api.request_log import REQUEST_ID, add_headers, name_and_log
 from aioengine.frontend.sampling import InvalidFieldError
 
 log = logging.getLogger(__name__)
 
+TEXT: Final = frozenset({"/tokenize", "/detokenize", "/tokenizer_info"})
 GENERATING: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 
@@ -48,6 +50,8 @@ def build_app(api: Api) -> web.Application:
             web.get(f"{root}/version", status.server_version),
             web.get(f"{root}/server_info", status.server_info),
             web.get(f"{root}/metrics", status.metrics),
+            web.get(f"{root}/openapi.json", openapi),
+            web.get(f"{root}/tokenizer_info", status.tokenizer_info),
             web.get(f"{root}/v1/models", status.models),
             web.get(root + "/v1/models/{name:.+}", status.one_model),
             web.post(f"{root}/v1/completions", completions),
@@ -103,7 +107,7 @@ def _http_message(request: web.Request, error: web.HTTPException) -> str:
 async def check_serving(request: web.Request, handler: Handler) -> web.StreamResponse:
     """503 with Retry-After while the engine takes no work, whatever the body."""
     route = route_of(request) or ""
-    if route.startswith("/v1/") or route in ("/tokenize", "/detokenize"):
+    if route.startswith("/v1/") or route in TEXT:
         request.app[API].served()
     if route in GENERATING:
         request.app[API].check_room()

@@ -4,19 +4,22 @@ import time
 from typing import Any
 
 from aiohttp import web
+from msgspec import UNSET
 
+from aioengine.api.answers import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    Usage,
+)
 from aioengine.api.context import API, Api
 from aioengine.api.decoding import decode_sampling_body
 from aioengine.api.errors import invalid, unsupported
-from aioengine.api.outputs import (
-    chat_logprobs,
-    collect,
-    json_response,
-    new_id,
-    prompt_logprobs,
-    stream_generation,
-    usage,
-)
+from aioengine.api.logprobs import chat_logprobs, prompt_logprobs
+from aioengine.api.outputs import collect, json_response, new_id, stream_generation, usage
 from aioengine.api.prompts import (
     choice_specs,
     encode_chat,
@@ -24,7 +27,7 @@ from aioengine.api.prompts import (
     start_generation,
 )
 from aioengine.api.schema import ChatBody, StreamOptions
-from aioengine.frontend.records import Generation, Update
+from aioengine.frontend.records import Choice, Generation, Update
 from aioengine.frontend.text import ServedModel
 
 
@@ -34,7 +37,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     log_unknown_fields(api, unknown)
     model = api.served_as(body.model)
     if body.chat_template is not None:
-        raise unsupported("chat_template")  # templates are the server's: a client's is code
+        raise unsupported("chat_template")
     prompt_ids = await encode_chat(api, model, body, body.messages)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     specs = choice_specs(
@@ -67,86 +70,89 @@ class _Answer:
 
     def __init__(self, api: Api, model: ServedModel, body: ChatBody) -> None:
         self._text = api.text
-        self._model = model
+        self._tokenizer = model.tokenizer
         self._body = body
-        self._head = {
-            "id": new_id("chatcmpl"),
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": model.name,
-        }
+        self._id = new_id("chatcmpl")
+        self._created = int(time.time())
+        self._model_name = model.name
 
     async def whole(self, generation: Generation) -> web.Response:
         updates = await collect(generation)
-        choices = [
-            self._choice(update, {"message": {"role": "assistant", "content": update.text}})
-            for update in updates
-        ]
-        response: dict[str, Any] = {
-            **self._head,
-            "choices": choices,
-            "usage": usage(generation.choices, len(generation.choices)),
-        }
-        first = generation.choices[0]
+        choices = generation.choices
+        answer = ChatCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._model_name,
+            choices=[
+                ChatChoice(message=ChatMessage(update.text), **self._common(update))
+                for update in updates
+            ],
+            usage=usage(choices, len(choices)),
+        )
+        prompt_ids, logprobs = choices[0].spec.prompt_ids, choices[0].prompt_logprobs
         if self._body.return_token_ids:
-            response["prompt_token_ids"] = first.spec.prompt_ids
-        if self._body.prompt_logprobs is not None:
-            response["prompt_logprobs"] = await self._text.run(
-                prompt_logprobs,
-                self._model.tokenizer,
-                first.spec.prompt_ids,
-                first.prompt_logprobs,
+            answer.prompt_token_ids = list(prompt_ids)
+        if (num_top := self._body.prompt_logprobs) is not None:
+            answer.prompt_logprobs = await self._text.run(
+                prompt_logprobs, self._tokenizer, prompt_ids, logprobs, num_top
             )
-        return json_response(response)
+        return json_response(answer)
 
     async def stream(self, request: web.Request, generation: Generation) -> web.StreamResponse:
         options = self._body.stream_options or StreamOptions()
         return await stream_generation(
             request,
             generation,
-            opening=[self._first_chunk(c.index, generation, options) for c in generation.choices],
-            chunk=lambda update: self._chunk(update, generation, options),
+            opening=[self._first_chunk(choice, options) for choice in generation.choices],
+            chunk=lambda update: self._chunk(update, generation.choices[update.index], options),
             wants_details=bool(self._body.return_token_ids or self._body.logprobs),
-            usage_head=self._head if options.include_usage else None,
+            usage_chunk=self._usage_chunk if options.include_usage else None,
             has_running_usage=options.continuous_usage_stats,
             n=len(generation.choices),
         )
 
-    def _first_chunk(
-        self, index: int, generation: Generation, options: StreamOptions
-    ) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        chunk = self._with_usage({**self._head, "choices": [choice]}, index, generation, options)
+    def _first_chunk(self, record: Choice, options: StreamOptions) -> ChatChunk:
+        delta = ChatDelta(role="assistant", content="")
+        choice = ChatChunkChoice(index=record.index, delta=delta, logprobs=None)
+        chunk = self._with_usage([choice], record, options)
         if self._body.return_token_ids:
-            chunk["prompt_token_ids"] = generation.choices[0].spec.prompt_ids
+            chunk.prompt_token_ids = list(record.spec.prompt_ids)
         return chunk
 
-    def _chunk(
-        self, update: Update, generation: Generation, options: StreamOptions
-    ) -> dict[str, Any]:
-        choice = self._choice(update, {"delta": {"content": update.text} if update.text else {}})
-        chunk = {**self._head, "choices": [choice]}
-        return self._with_usage(chunk, update.index, generation, options)
+    def _chunk(self, update: Update, record: Choice, options: StreamOptions) -> ChatChunk:
+        delta = ChatDelta(content=update.text or UNSET)
+        choice = ChatChunkChoice(delta=delta, **self._common(update))
+        return self._with_usage([choice], record, options)
 
     def _with_usage(
-        self, chunk: dict[str, Any], index: int, generation: Generation, options: StreamOptions
-    ) -> dict[str, Any]:
+        self, choices: list[ChatChunkChoice], record: Choice, options: StreamOptions
+    ) -> ChatChunk:
+        chunk = self._chunk_of(choices)
         if options.continuous_usage_stats:
-            chunk["usage"] = usage([generation.choices[index]], 1)
+            chunk.usage = usage([record], 1)
         elif options.include_usage:
-            chunk["usage"] = None
+            chunk.usage = None
         return chunk
 
-    def _choice(self, update: Update, content: dict[str, Any]) -> dict[str, Any]:
+    def _usage_chunk(self, total: Usage) -> ChatChunk:
+        chunk = self._chunk_of([])
+        chunk.usage = total
+        return chunk
+
+    def _chunk_of(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return ChatChunk(
+            id=self._id, created=self._created, model=self._model_name, choices=choices
+        )
+
+    def _common(self, update: Update) -> dict[str, Any]:
+        """Fields of whole choices and of their parts."""
         logprobs = None
         if self._body.logprobs:
-            logprobs = chat_logprobs(self._model.tokenizer, update.token_ids, update.logprobs)
-        choice = {
+            logprobs = chat_logprobs(self._tokenizer, update.token_ids, update.logprobs)
+        return {
             "index": update.index,
-            **content,
             "logprobs": logprobs,
             "finish_reason": update.finish_reason,
             "stop_reason": update.stop_reason,
+            "token_ids": update.token_ids if self._body.return_token_ids else UNSET,
         }
-        return {**choice, "token_ids": update.token_ids} if self._body.return_token_ids else choice

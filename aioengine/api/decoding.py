@@ -13,20 +13,24 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from aioengine import limits
 from aioengine.api.errors import ApiError, invalid, unsupported
-from aioengine.api.schema import UNSUPPORTED, SamplingBody
+from aioengine.api.schema import UNSUPPORTED, UNSUPPORTED_PARTS, SamplingBody
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 AnySamplingBody = TypeVar("AnySamplingBody", bound=SamplingBody)
 
 MAX_NAME_CHARS: Final = 64
 """Of a field's name in an answer."""
-MAX_SEARCHED_BYTES: Final = 2**20
-"""Of a body that is not JSON: the event loop waits for the search, 0.4 s for 8 MB of numbers."""
 
 
 def decode_body(data: bytes, kind: type[Body]) -> Body:
     """Raises ApiError 400 that says what was found."""
+    num_marks = sum(map(data.count, (b"[", b"{", b":")))
+    if num_marks > limits.MAX_BODY_MARKS:
+        raise invalid(
+            f"the body has {num_marks} brackets and colons, the limit is {limits.MAX_BODY_MARKS}"
+        )
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -45,19 +49,42 @@ def decode_sampling_body(
     Raises ApiError 400, also for what is known but not supported.
     """
     body = decode_body(data, kind)
-    try:
-        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])  # unknown values may be odd
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _not_json(data, error) from None
     unknown = []
-    for name, value in fields.items():
+    for key, value in _fields(data).items():
+        name = str(key)
         if name in kind.__struct_fields__:
             continue
         if name not in UNSUPPORTED:
             unknown.append(name)
         elif not _asks_for_nothing(name, value):
             raise unsupported(name)
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation")
     return body, unknown
+
+
+class _Name(str):
+    """Of a field. A type of our own, so that msgspec hands over each of them."""
+
+
+def _fields(data: bytes) -> dict[_Name, msgspec.Raw]:
+    """Of a body that can be decoded; its unknown values may be odd. Names are counted as they are
+    read: a body of nothing else is given up early."""
+    num_names = 0
+
+    def take(kind: type, text: str) -> _Name:
+        nonlocal num_names
+        num_names += 1
+        if num_names > limits.MAX_BODY_FIELDS:
+            raise ValueError
+        return _Name(text)
+
+    try:
+        return msgspec.json.decode(data, type=dict[_Name, msgspec.Raw], dec_hook=take)
+    except msgspec.ValidationError:
+        raise invalid(f"the body has more than {limits.MAX_BODY_FIELDS} fields") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(data, error) from None
 
 
 def _asks_for_nothing(name: str, value: msgspec.Raw) -> bool:
@@ -65,14 +92,20 @@ def _asks_for_nothing(name: str, value: msgspec.Raw) -> bool:
         decoded = msgspec.json.decode(value)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return False
-    return any(decoded == neutral for neutral in UNSUPPORTED[name])
+    return any(
+        decoded == neutral and isinstance(decoded, bool) == isinstance(neutral, bool)
+        for neutral in UNSUPPORTED[name]
+    )
 
 
 def _invalid_field(error: msgspec.ValidationError) -> ApiError:
     text = str(error)
-    match = re.search(r" - at `\$(?:\.?(?P<path>[^`]*))`$", text)
+    match = re.search(r" - at (?:`key` in )?`\$(?:\.?(?P<path>[^`]*))`$", text)
     path = match["path"] if match else ""
     message = text[: match.start()] if match else text
+    part = re.fullmatch(r"Invalid enum value '(\w+)'", message)
+    if part and part[1] in UNSUPPORTED_PARTS and path.endswith(".type"):
+        return invalid(f"{path}: {part[1]} is not supported yet", "messages", "unsupported")
     missing = re.match(r"Object missing required field `(\w+)`", message)
     if missing:
         path = f"{path}.{missing[1]}".lstrip(".")
@@ -86,7 +119,7 @@ def _not_json(data: bytes, error: Exception) -> ApiError:
     """Python's reader takes what clients write although JSON has no word for it: NaN, infinities,
     lone surrogates, bytes that are not UTF-8. Then the field that holds it is at fault."""
     fields = None
-    if len(data) <= MAX_SEARCHED_BYTES:
+    if len(data) <= limits.MAX_SEARCHED_BYTES:
         with contextlib.suppress(ValueError, RecursionError):
             fields = json.loads(data.decode(errors="surrogateescape"), parse_constant=_Constant)
     for name, value in fields.items() if isinstance(fields, dict) else ():

@@ -1,6 +1,5 @@
-"""Parts of responses that both generation routes share: ids, usage, log probabilities."""
+"""Parts of responses that both generation routes share: ids, usage, streams."""
 
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,15 +7,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from aioengine.api.answers import PromptTokensDetails, Usage
 from aioengine.api.errors import ApiError, error_body
 from aioengine.api.sse import EventStream, EventTemplate, event
 from aioengine.errors import RequestFailedError
 from aioengine.frontend.records import Choice, Generation, Update
-from aioengine.frontend.tokenizer import Tokenizer
-from aioengine.messages import TokenLogprobs
-
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
 
 
 def new_id(prefix: str) -> str:
@@ -27,99 +22,18 @@ def json_response(body: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
-def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
+def usage(choices: Sequence[Choice], n: int) -> Usage:
     """Token counts; a prompt that n choices share counts once."""
     prompts = choices[::n]
     prompt_tokens = sum(len(choice.spec.prompt_ids) for choice in prompts)
     completion_tokens = sum(choice.num_output_tokens for choice in choices)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(choice.num_cached_tokens for choice in prompts)
-        },
-    }
-
-
-def finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
-
-
-def chat_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> dict[str, Any]:
-    """The chat route's `logprobs` object."""
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": tokenizer.token_text(token_id),
-            "logprob": finite(logprob),
-            "bytes": list(tokenizer.token_bytes(token_id)),
-        }
-
-    return {
-        "content": [
-            {
-                **entry(token_id, item.logprob),
-                "top_logprobs": [entry(top_id, logprob) for top_id, logprob in item.top],
-            }
-            for token_id, item in zip(token_ids, logprobs, strict=True)
-        ]
-    }
-
-
-def completion_logprobs(
-    tokenizer: Tokenizer,
-    token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs],
-    offset: int = 0,
-) -> dict[str, Any]:
-    """The completions route's `logprobs` object; `offset` is where its text begins.
-
-    Of each position the chosen token first, then the best ones: "up to logprobs + 1 elements"
-    (https://platform.openai.com/docs/api-reference/completions/create).
-    """
-    tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [finite(item.logprob) for item in logprobs],
-        "top_logprobs": [
-            {
-                token: finite(item.logprob),
-                **{tokenizer.token_text(top_id): finite(logprob) for top_id, logprob in item.top},
-            }
-            for token, item in zip(tokens, logprobs, strict=True)
-        ],
-        "text_offset": offsets,
-    }
-
-
-def prompt_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: per prompt token an object by token id, the token itself first;
-    nothing predicts the first token."""
-
-    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-        return {
-            "logprob": finite(logprob),
-            "rank": rank,
-            "decoded_token": tokenizer.token_text(token_id),
-        }
-
-    described: list[dict[str, Any] | None] = [None]
-    for token_id, item in zip(token_ids[1:], logprobs, strict=True):
-        position = {str(token_id): entry(token_id, item.logprob, item.rank)}
-        for rank, (top_id, logprob) in enumerate(item.top, start=1):
-            if top_id != token_id:
-                position[str(top_id)] = entry(top_id, logprob, rank)
-        described.append(position)
-    return described
+    cached_tokens = sum(choice.num_cached_tokens for choice in prompts)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens),
+    )
 
 
 async def collect(generation: Generation) -> list[Update]:
@@ -139,7 +53,7 @@ class _Chunks:
     def __init__(
         self,
         stream: EventStream,
-        chunk: Callable[[Update], dict[str, Any]],
+        chunk: Callable[[Update], msgspec.Struct],
         *,
         wants_details: bool,
         differ_by_text: bool,
@@ -176,12 +90,12 @@ async def stream_generation(
     request: web.Request,
     generation: Generation,
     *,
-    chunk: Callable[[Update], dict[str, Any]],
+    chunk: Callable[[Update], msgspec.Struct],
     wants_details: bool,
-    usage_head: dict[str, Any] | None,
+    usage_chunk: Callable[[Usage], msgspec.Struct] | None,
     has_running_usage: bool,
     n: int,
-    opening: Sequence[dict[str, Any]] = (),
+    opening: Sequence[msgspec.Struct] = (),
 ) -> web.StreamResponse:
     """Send updates as they come, formatted by `chunk`, then the usage where it was asked for.
 
@@ -203,8 +117,7 @@ async def stream_generation(
     except RequestFailedError as error:
         last.append(event(error_body(503, str(error))))
     else:
-        if usage_head is not None:
-            total = usage(generation.choices, n)
-            last.append(event({**usage_head, "choices": [], "usage": total}))
+        if usage_chunk is not None:
+            last.append(event(usage_chunk(usage(generation.choices, n))))
     await stream.close(last)
     return stream.response

@@ -6,6 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
+from aioengine import limits
 from aioengine.api.context import GENERATION, Api
 from aioengine.api.errors import ApiError, invalid
 from aioengine.api.schema import ChatBody, Message, SamplingBody, TokenizeBody
@@ -17,20 +18,20 @@ from aioengine.frontend.text import ServedModel
 
 log = logging.getLogger(__name__)
 
-MAX_LOGGED_FIELDS = 100
-
 
 def log_unknown_fields(api: Api, names: list[str]) -> None:
-    """One line for each field name that nobody knows."""
-    for name in names:
-        if name not in api.unknown_fields and len(api.unknown_fields) < MAX_LOGGED_FIELDS:
-            api.unknown_fields.add(name)
-            log.info("ignoring the unknown request field %r", name[:64])
+    """One line for what a request brings that nobody knows, and that no request brought before."""
+    room = limits.MAX_LOGGED_FIELDS - len(api.unknown_fields)
+    shown = {name[: limits.MAX_LOGGED_NAME_CHARS] for name in names} - api.unknown_fields
+    if shown and room:
+        new = sorted(shown)[:room]
+        api.unknown_fields.update(new)
+        log.info("ignoring request fields that nobody knows: %s", ", ".join(map(repr, new)))
 
 
 async def encode_text(api: Api, model: ServedModel, text: str, add_special: bool) -> list[int]:
     """Off the loop. Raises ApiError 400 for a text that no context could hold."""
-    check_text(model, text, "prompt", _context(api))
+    check_text(model, text, "prompt", context_of(api))
     return await api.text.run(model.tokenizer.encode, text, add_special_tokens=add_special)
 
 
@@ -49,7 +50,7 @@ async def encode_chat(
             eos_token=model.tokenizer.eos_token,
             extra=body.chat_template_kwargs,
         )
-        check_text(model, text, "messages", _context(api))
+        check_text(model, text, "messages", context_of(api))
         return model.tokenizer.encode(text, add_special_tokens=False)
 
     try:
@@ -65,11 +66,12 @@ def choice_specs(
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs does not go with stream", "prompt_logprobs")
     return resolve_choices(
-        model, body, prompts, max_model_len=_context(api), seeds=api.seeds, **asked
+        model, body, prompts, max_model_len=context_of(api), seeds=api.seeds, **asked
     )
 
 
-def _context(api: Api) -> int:
+def context_of(api: Api) -> int:
+    """Tokens of prompt and answer together."""
     max_model_len = api.front_end.max_model_len
     assert max_model_len is not None, "served before ready"
     return max_model_len
@@ -78,7 +80,7 @@ def _context(api: Api) -> int:
 def start_generation(api: Api, request: web.Request, specs: list[ChoiceSpec]) -> Generation:
     """Hand the choices to replicas. Raises ApiError 503 when no new work is taken."""
     pin = request.headers.get("X-data-parallel-rank")
-    if pin is not None and not (pin.isdecimal() and len(pin) < 10):
+    if pin is not None and not (pin.isascii() and pin.isdecimal() and len(pin) < 10):
         raise invalid(f"X-data-parallel-rank must be a number, got {pin[:32]!r}")
     try:
         generation = api.front_end.generate(specs, None if pin is None else int(pin))

@@ -5,10 +5,13 @@ from importlib.metadata import version
 from typing import Any
 
 from aiohttp import web
+from msgspec import UNSET
 
+from aioengine.api.answers import ModelCard, ModelList, Status, TokenizerInfo, Version
 from aioengine.api.context import API, Api
 from aioengine.api.errors import RETRY_AFTER_S, ApiError
 from aioengine.api.outputs import json_response
+from aioengine.api.prompts import context_of
 from aioengine.frontend.front_end import Replica
 
 VERSION = version("aioengine")
@@ -16,27 +19,25 @@ VERSION = version("aioengine")
 
 async def livez(request: web.Request) -> web.Response:
     """The process answers."""
-    return json_response({"status": "alive"})
+    return json_response(Status(status="alive"))
 
 
 async def readyz(request: web.Request) -> web.Response:
     """New requests are served."""
     health = request.app[API].front_end.health
-    return _status(200 if health in ("ok", "degraded") else 503, {"status": health})
+    return _with_status(200 if health in ("ok", "degraded") else 503, Status(status=health))
 
 
 async def health(request: web.Request) -> web.Response:
     """The engine behind the process: never 200 over a dead one."""
     front_end = request.app[API].front_end
     state = front_end.health
-    body: dict[str, Any] = {"status": state}
     causes = [*front_end.causes, *filter(None, [front_end.drain_cause])]
-    if causes:
-        body["causes"] = causes
-    return _status(503 if state in ("starting", "failed") else 200, body)
+    body = Status(status=state, causes=causes or UNSET)
+    return _with_status(503 if state in ("starting", "failed") else 200, body)
 
 
-def _status(status: int, body: dict[str, Any]) -> web.Response:
+def _with_status(status: int, body: Status) -> web.Response:
     response = json_response(body)
     response.set_status(status)
     if status == 503:
@@ -45,31 +46,42 @@ def _status(status: int, body: dict[str, Any]) -> web.Response:
 
 
 async def server_version(request: web.Request) -> web.Response:
-    return json_response({"version": VERSION})
+    return json_response(Version(VERSION))
 
 
 async def models(request: web.Request) -> web.Response:
-    api = request.app[API]
-    return json_response({"object": "list", "data": [_model_card(api)]})
+    return json_response(ModelList([_model_card(request.app[API])]))
 
 
 async def one_model(request: web.Request) -> web.Response:
-    api = request.app[API]
-    card = _model_card(api)
+    card = _model_card(request.app[API])
     name = request.match_info["name"]
-    if name != card["id"]:
-        raise ApiError(404, f"the model {name!r} does not exist", code="model_not_found")
+    if name != card.id:
+        raise ApiError(404, f"the model {name[:64]!r} does not exist", code="model_not_found")
     return json_response(card)
 
 
-def _model_card(api: Api) -> dict[str, Any]:
-    return {
-        "id": api.served().name,
-        "object": "model",
-        "created": api.started_at,
-        "owned_by": "aioengine",
-        "max_model_len": api.front_end.max_model_len,
-    }
+def _model_card(api: Api) -> ModelCard:
+    return ModelCard(id=api.served().name, created=api.started_at, max_model_len=context_of(api))
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    api = request.app[API]
+    model = api.served()
+    tokenizer = model.tokenizer
+    return json_response(
+        TokenizerInfo(
+            vocab_size=model.config.vocab_size,
+            bos_token=tokenizer.bos_token,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token=tokenizer.eos_token,
+            eos_token_id=tokenizer.eos_token_id,
+            eos_token_ids=list(model.eos_token_ids),
+            add_bos_token=tokenizer.add_bos,
+            chat_template=model.template.source,
+            max_model_len=context_of(api),
+        )
+    )
 
 
 async def server_info(request: web.Request) -> web.Response:

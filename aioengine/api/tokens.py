@@ -2,11 +2,12 @@
 
 from aiohttp import web
 
+from aioengine.api.answers import Text, Tokens
 from aioengine.api.context import API
 from aioengine.api.decoding import decode_body
 from aioengine.api.errors import invalid
 from aioengine.api.outputs import json_response
-from aioengine.api.prompts import encode_chat, encode_text
+from aioengine.api.prompts import context_of, encode_chat, encode_text
 from aioengine.api.schema import DetokenizeBody, TokenizeBody
 
 
@@ -24,12 +25,12 @@ async def tokenize(request: web.Request) -> web.Response:
         token_ids = await encode_text(api, model, body.prompt, add_special)
     strings = [model.tokenizer.token_text(token_id) for token_id in token_ids]
     return json_response(
-        {
-            "count": len(token_ids),
-            "max_model_len": api.front_end.max_model_len,
-            "tokens": token_ids,
-            "token_strs": strings if body.return_token_strs else None,
-        }
+        Tokens(
+            count=len(token_ids),
+            max_model_len=context_of(api),
+            tokens=token_ids,
+            token_strs=strings if body.return_token_strs else None,
+        )
     )
 
 
@@ -43,4 +44,4 @@ async def detokenize(request: web.Request) -> web.Response:
             "tokens",
         )
     text = await api.text.run(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return json_response({"prompt": text})
+    return json_response(Text(text))

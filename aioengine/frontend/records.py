@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Protocol
 
+import msgspec
+
 from aioengine.errors import RequestFailedError
 from aioengine.frontend.detokenizer import IncrementalDetokenizer
 from aioengine.frontend.metrics import Metrics
@@ -30,12 +32,15 @@ class ChoiceSpec:
     params: ChoiceParams
     detokenizer: IncrementalDetokenizer
     asked_tokens: int | None = None
-    """The client's own max_tokens; without, nobody knows how long the answer will be."""
+    """The client's own max_tokens; without, nobody knows how long the answer will be. 0: only the
+    prompt is of interest, what is drawn after it is left out."""
     eos_token_ids: tuple[int, ...] = ()
     """Stop tokens that are no `stop_reason`."""
     include_stop: bool = False
     priority: int = 0
     cache_salt: str = ""
+    echo: str = ""
+    """What the text begins with: that of the prompt, if anything."""
 
 
 @dataclass(slots=True)
@@ -82,7 +87,7 @@ class Choice:
         self._metrics = metrics
         self._arrived = time.monotonic()
         self._last_token = self._arrived
-        self._unread = Update(index)
+        self._unread = Update(index, [spec.echo] if spec.echo else [])
         self._num_with_text = 0
         """Of the unread ids, from the first on."""
         self._has_news = False
@@ -99,6 +104,10 @@ class Choice:
             return False
         if delta.prompt_logprobs:
             self.prompt_logprobs += delta.prompt_logprobs
+        if self.spec.asked_tokens == 0:
+            delta = _without_output(delta)
+        if not delta.token_ids and delta.finish_reason is None:
+            return False
         self._has_news = True
         if num_tokens := len(delta.token_ids):
             self._observe(num_tokens, now)
@@ -176,6 +185,12 @@ class Choice:
         else:
             self._metrics.next_tokens(num_tokens, now - self._last_token)
         self._last_token = now
+
+
+def _without_output(delta: RequestDelta) -> RequestDelta:
+    return msgspec.structs.replace(
+        delta, token_ids=(), logprobs=(), finish_reason=delta.finish_reason and "length"
+    )
 
 
 class Sink(Protocol):

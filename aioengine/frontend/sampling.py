@@ -10,6 +10,18 @@ from aioengine import limits
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=limits.MAX_STOP_STRING_CHARS)]
+StopStrings = Annotated[list[StopString], Meta(max_length=limits.MAX_STOP_STRINGS)]
+StopTokenIds = Annotated[list[TokenId], Meta(max_length=limits.MAX_STOP_TOKEN_IDS)]
+LogitBias = Annotated[
+    dict[str, Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(
+        max_length=limits.MAX_LOGIT_BIAS,
+        description="By token id, as text.",
+        extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,10}$"}},
+    ),
+]
 
 
 class InvalidFieldError(ValueError):
@@ -31,31 +43,25 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=limits.MAX_SEED)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=limits.MAX_CACHE_SALT_CHARS)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
+    logit_bias: LogitBias | None = None
+    prompt_logprobs: NumLogprobs | None = None
 
     def biased_logits(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
         """`logit_bias` by token id."""
-        entries = self.logit_bias or {}
-        if len(entries) > limits.MAX_LOGIT_BIAS:
-            raise InvalidFieldError(
-                f"logit_bias has {len(entries)} entries, the limit is {limits.MAX_LOGIT_BIAS}",
-                "logit_bias",
-            )
         biases = []
-        for name, bias in entries.items():
+        for name, bias in (self.logit_bias or {}).items():
             is_number = name.isascii() and name.isdecimal() and len(name) <= 10
             if not is_number or int(name) >= vocab_size:
                 raise InvalidFieldError(
@@ -67,23 +73,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         return tuple(biases)
 
     def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(strings) > limits.MAX_STOP_STRINGS:
-            raise InvalidFieldError(
-                f"at most {limits.MAX_STOP_STRINGS} stop strings, got {len(strings)}", "stop"
-            )
-        for text in strings:
-            if not text:
-                raise InvalidFieldError("a stop string must not be empty", "stop")
-            if len(text) > limits.MAX_STOP_STRING_CHARS:
-                raise InvalidFieldError(
-                    f"a stop string has at most {limits.MAX_STOP_STRING_CHARS} characters, got "
-                    f"{len(text)}",
-                    "stop",
-                )
-        return strings
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class SamplingParams(SamplingFields, kw_only=True):
@@ -92,7 +82,7 @@ class SamplingParams(SamplingFields, kw_only=True):
     `logprobs` is the number of top alternatives to report beside each chosen token.
     """
 
-    logprobs: Annotated[int, Meta(ge=0, le=limits.MAX_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
 
     def checked(self) -> Self:
         """A copy whose types and bounds hold: msgspec does not check what is constructed.

@@ -40,6 +40,7 @@ class ChatTemplate:
     def __init__(
         self, source: str | None, absence: str = "this model has no chat template"
     ) -> None:
+        self.source = source
         self._absence = absence
         self._code: CodeType | None = None
         if source is None:

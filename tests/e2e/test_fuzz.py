@@ -43,11 +43,47 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "priority": st.integers(-(2**40), 2**40),
     "echo": st.booleans(),
     "max_tokens": st.sampled_from([-1, 0, 1, 3, 12, 512, 2**31]),
+    "suffix": st.sampled_from(["", "x"]),
+    "best_of": st.integers(0, 2),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "user": words,
+    "metadata": st.dictionaries(words, words, max_size=2),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
+    "cache_salt": words,
     "whatever": st.integers(),
 }
+CHAT_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "messages": st.lists(
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(["user", "system", "tool", ""]), "content": words | junk},
+            optional={"tool_calls": junk, "name": words, "audio": junk},
+        ),
+        max_size=3,
+    ),
+    "max_completion_tokens": st.sampled_from([-1, 0, 1, 3]),
+    "logprobs": st.booleans(),
+    "top_logprobs": st.integers(-1, 25),
+    "tools": st.lists(junk, max_size=1),
+    "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function"}]),
+    "add_generation_prompt": st.booleans(),
+    "continue_final_message": st.booleans(),
+    "chat_template_kwargs": st.dictionaries(st.sampled_from(["messages", "x"]), junk, max_size=2),
+}
+LITERALS = [
+    *(b"0", b"1", b"-0", b"1.0", b"1e0", b"1e999", b"-1e-999", b"9" * 5000, b"0.1" + b"1" * 5000),
+    *(b"NaN", b"Infinity", b"-Infinity", b"null", b"true", b"false", b"", b"nul", b"01", b"0x1"),
+    *(b'""', b'"x"', b'"\\ud800"', b'"\\udfff\\ud800"', b'"\\u0000"', b'"\xff"', b'"\n"', b'"'),
+    *(b"[]", b"[1]", b"[1,]", b"[[1]]", b"[" * 3000 + b"]" * 3000, b"[" * 3000),
+    *(b"{}", b'{"a":1,"a":2}', b'{"1":NaN}', b'{"a":' * 3000 + b"1" + b"}" * 3000, b"{1:1}"),
+]
+"""Values as clients may write them, right and wrong."""
+NAMES = ["prompt", "messages", "n", "temperature", "stop", "logit_bias", "tools", "stream", "novel"]
 
 
 GOOD: dict[str, Any] = {"prompt": [1, 403, 407], "max_tokens": 6}
+GOOD_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 6}
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 NO_FIELD = {
     b"[" * 100_000: "the body: Expected `object`",
     b'{"prompt": [1]': "not valid JSON",
@@ -59,10 +95,25 @@ NO_FIELD = {
 
 
 @st.composite
-def replacements(draw: st.DrawFn) -> dict[str, Any]:
+def replacements(draw: st.DrawFn, path: str = COMPLETIONS) -> dict[str, Any]:
     """Up to three fields of a good body, with new values: so both answers are common."""
-    names = draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=3, unique=True))
-    return {name: draw(FIELDS[name] | junk) for name in names}
+    fields = FIELDS
+    if path == CHAT:
+        others = {name: values for name, values in FIELDS.items() if name != "prompt"}
+        fields = {**others, **CHAT_FIELDS}
+    names = draw(st.lists(st.sampled_from(sorted(fields)), max_size=3, unique=True))
+    return {name: draw(fields[name] | junk) for name in names}
+
+
+@st.composite
+def odd_bodies(draw: st.DrawFn) -> bytes:
+    """Fields that may come twice, with values that may not be JSON."""
+    base = draw(st.sampled_from([GOOD, GOOD_CHAT]))
+    pairs = [json.dumps(name).encode() + b":" + json.dumps(base[name]).encode() for name in base]
+    for _ in range(draw(st.integers(1, 3))):
+        name = json.dumps(draw(st.sampled_from(NAMES))).encode()
+        pairs.append(name + b":" + draw(st.sampled_from(LITERALS)))
+    return b"{" + b",".join(draw(st.permutations(pairs))) + b"}"
 
 
 statuses: Counter[int] = Counter()
@@ -74,18 +125,56 @@ def url() -> Iterator[str]:
         yield launch.wait_ready()
 
 
-@settings(
+bounded = settings(
     max_examples=250,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+
+
+@bounded
 @given(replaced=replacements())
 def test_served_or_refused(url: str, replaced: dict[str, Any]) -> None:
     """The field that a refusal names is one of those that were replaced."""
     status, param = check_answer(url, json.dumps({**GOOD, **replaced}).encode())
     statuses[status] += 1
     assert status == 200 or param in replaced
+
+
+@bounded
+@given(replaced=replacements(CHAT))
+def test_chats_are_served_or_refused(url: str, replaced: dict[str, Any]) -> None:
+    body = json.dumps({**GOOD_CHAT, **replaced}).encode()
+    status, param = check_answer(url, body, CHAT)
+    statuses[status] += 1
+    assert status == 200 or param in replaced
+
+
+@bounded
+@given(body=odd_bodies(), path=st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize"]))
+def test_odd_bodies(url: str, body: bytes, path: str) -> None:
+    """Wrong numbers, surrogates, names that come twice, values that are deep: a 4xx, or served."""
+    status, answer = send(urllib.request.Request(f"{url}{path}", body))
+    assert status in (200, 400), answer
+    if status == 400:
+        assert answer["error"]["message"]
+        assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("first", "second", "status"),
+    [(b"2", b"1", 200), (b"1", b'"x"', 400), (b'"x"', b"1", 400), (b"NaN", b"1", 400)],
+)
+def test_the_last_of_two_values_counts_and_both_are_checked(
+    url: str, path: str, first: bytes, second: bytes, status: int
+) -> None:
+    good = json.dumps(GOOD if path == COMPLETIONS else GOOD_CHAT).encode()
+    body = good[:-1] + b',"n":' + first + b',"n":' + second + b"}"
+    found, answer = send(urllib.request.Request(f"{url}{path}", body))
+    assert found == status
+    assert status == 400 or len(answer["choices"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -137,9 +226,9 @@ async def test_golden_rows_are_right_at_the_end(url: str) -> None:
     await check_rows(url, golden("stories260k_greedy"))
 
 
-def check_answer(url: str, body: bytes) -> tuple[int, str | None]:
+def check_answer(url: str, body: bytes, path: str = COMPLETIONS) -> tuple[int, str | None]:
     """The status, and the field that a refusal names."""
-    status, answer = send(urllib.request.Request(f"{url}/v1/completions", body))
+    status, answer = send(urllib.request.Request(f"{url}{path}", body))
     if status == 200:
         assert answer["choices"]
         assert all(choice["finish_reason"] for choice in answer["choices"])
@@ -153,6 +242,15 @@ def check_answer(url: str, body: bytes) -> tuple[int, str | None]:
 def send(request: urllib.request.Request) -> tuple[int, dict[str, Any]]:
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.load(response)
+            text = response.read()
+            is_stream = "event-stream" in response.headers["Content-Type"]
+            return response.status, _last_event(text) if is_stream else json.loads(text)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
+
+
+def _last_event(stream: bytes) -> dict[str, Any]:
+    *events, done, _ = stream.split(b"\n\n")
+    assert done == b"data: [DONE]"
+    event: dict[str, Any] = json.loads(events[-1].removeprefix(b"data: "))
+    return event

@@ -43,6 +43,25 @@ def test_completions(client: openai.OpenAI, model: str) -> None:
     assert "Paris" in answer.choices[0].text
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_prompt_is_scored(client: openai.OpenAI, model: str, max_tokens: int) -> None:
+    prompt = "The capital of France is"
+    (choice,) = client.completions.create(
+        model=model, prompt=prompt, max_tokens=max_tokens, temperature=0, echo=True, logprobs=1
+    ).choices
+    assert choice.text == prompt + " Paris"[: 6 * max_tokens]
+    found = choice.logprobs
+    assert found is not None
+    assert found.tokens is not None
+    assert found.token_logprobs is not None
+    assert found.text_offset is not None
+    assert "".join(found.tokens) == choice.text
+    assert found.token_logprobs[0] is None
+    assert all(logprob < 0 for logprob in found.token_logprobs[1:] if logprob is not None)
+    for token, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert choice.text.startswith(token, offset)
+
+
 def test_stream_equals_whole(client: openai.OpenAI, model: str) -> None:
     whole = client.chat.completions.create(
         model=model, messages=QUESTION, max_tokens=24, temperature=0

@@ -12,6 +12,7 @@ from support.http_server import CHAT, COMPLETIONS, MESSAGES, PROMPT, serving
 from support.mailbox import settle
 from support.tiny_model import EOS_ID, MODEL_NAME, ids
 
+from aioengine import limits
 from aioengine.api.server import HttpServer
 from aioengine.control.walltime import Walltime
 from aioengine.errors import StartupError
@@ -21,6 +22,7 @@ V1 = [
     ("POST", CHAT, MESSAGES),
     ("GET", "/v1/models", None),
     ("GET", f"/v1/models/{MODEL_NAME}", None),
+    ("GET", "/tokenizer_info", None),
     ("POST", "/tokenize", {"prompt": "a"}),
     ("POST", "/detokenize", {"tokens": [97]}),
 ]
@@ -278,18 +280,51 @@ async def test_unknown_fields_are_ignored_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "aioengine")
-    body = {**PROMPT, "novel": {"a": [1]}, "user": "me", "max_tokens": 1}
+    body = {**PROMPT, "novel": {"a": [1]}, "x" * 5000: 0, "max_tokens": 1}
     async with serving() as server, asyncio.TaskGroup() as tasks:
         for count in (1, 2):
             asked = tasks.create_task(server.post(COMPLETIONS, body))
             request = (await server.leader.added(count))[-1]
             server.leader.answer(request, ids("x"), "length")
             assert (await asked).status == 200
-    lines = [r.getMessage() for r in caplog.records if "unknown request field" in r.getMessage()]
-    assert sorted(lines) == [
-        "ignoring the unknown request field 'novel'",
-        "ignoring the unknown request field 'user'",
-    ]
+    lines = [r.getMessage() for r in caplog.records if "nobody knows" in r.getMessage()]
+    assert lines == [f"ignoring request fields that nobody knows: 'novel', {'x' * 64!r}"]
+
+
+async def test_names_of_unknown_fields_fill_neither_the_log_nor_the_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "aioengine")
+    async with serving() as server:
+        for size, count in ((1_000_000, 8), (4, 90), (5, 90)):
+            names = {f"{i:03}".ljust(size, "x"): 0 for i in range(count)}
+            answer = await server.post(COMPLETIONS, json.dumps({"prompt": "", **names}).encode())
+            assert answer.error["param"] == "prompt"
+        known = server.api.unknown_fields
+        assert len(known) == limits.MAX_LOGGED_FIELDS
+        assert max(map(len, known)) <= 64
+    lines = [r.getMessage() for r in caplog.records if "nobody knows" in r.getMessage()]
+    assert len(lines) == 3
+    assert max(map(len, lines)) < 100 * 70
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_fields_without_effect_are_known(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aioengine")
+    fields = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "stream_options": {"include_obfuscation": False},
+    }
+    body = {**(PROMPT if path == COMPLETIONS else MESSAGES), **fields}
+    async with serving() as server, asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(server.post(path, body))
+        await server.play("x")
+        assert (await asked).status == 200
+    assert "nobody knows" not in caplog.text
 
 
 async def test_a_client_that_sends_half_a_body_and_leaves(caplog: pytest.LogCaptureFixture) -> None:

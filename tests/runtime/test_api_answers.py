@@ -264,7 +264,7 @@ async def test_log_probabilities_of_a_completion() -> None:
                 {"\ufffd": -0.5, "a": -1.0, "b": -2.0},
                 {"\ufffd": -0.5, "a": -1.0, "b": -2.0},
             ],
-            "text_offset": [0, 1, 2],
+            "text_offset": [0, 1, 1],
         }
 
 

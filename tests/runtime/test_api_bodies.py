@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ from support.mailbox import settle
 from support.tiny_model import ids
 
 from aioengine import limits
-from aioengine.api.decoding import MAX_SEARCHED_BYTES
-from aioengine.api.errors import MAX_MESSAGE_CHARS
-from aioengine.api.schema import UNSUPPORTED
+from aioengine.api.decoding import decode_sampling_body
+from aioengine.api.errors import MAX_MESSAGE_CHARS, ApiError
+from aioengine.api.schema import UNSUPPORTED, UNSUPPORTED_PARTS, ChatBody, CompletionBody
 from aioengine.messages import AddRequest
 
 CONTEXT = 200
+ROUTES = ((COMPLETIONS, PROMPT, CompletionBody), (CHAT, MESSAGES, ChatBody))
 DEEP = 100_000
 
 
@@ -124,7 +126,7 @@ async def test_what_json_has_no_word_for_names_its_field(body: bytes, param: str
         (b"\xff\xfe", "not valid JSON"),
         (b'{"\\ud800": 1}', "not valid JSON"),
         (b'{"' + b"x" * 65 + b'": NaN}', "not valid JSON"),
-        (raw("novel", "NaN" + " " * MAX_SEARCHED_BYTES), "not valid JSON"),
+        (raw("novel", "NaN" + " " * limits.MAX_SEARCHED_BYTES), "not valid JSON"),
         (b"null", "the body: Expected `object`"),
         (b"[]", "the body: Expected `object`"),
         (b"[" * DEEP + b"]" * DEEP, "the body: Expected `object`"),
@@ -140,6 +142,58 @@ async def test_bodies_in_which_no_field_is_to_blame(path: str, body: bytes, mess
         assert answer.status == (413 if message == "larger than" else 400)
         assert answer.error["param"] is None
         assert message in answer.error["message"]
+
+
+BOMBS = {
+    "names": b",".join(b'"%d":1' % i for i in range(700_000)),
+    "names with spaces": b",".join(b'"%d" :1' % i for i in range(600_000)),
+    "lists": b'"a":[' + b"[]," * 2_700_000 + b"[]]",
+    "objects": b'"chat_template_kwargs":{"a":[' + b"{}," * 2_700_000 + b"{}]}",
+    "biases": b'"logit_bias":{' + b",".join(b'"%d":1' % i for i in range(700_000)) + b"}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+async def test_bodies_that_would_become_millions_of_objects(path: str, name: str) -> None:
+    """The class of vLLM's advisories on request bodies that exhaust memory (CWE-770)."""
+    body = b'{"prompt":"hello","messages":[],' + BOMBS[name] + b"}"
+    assert len(body) > limits.MAX_BODY_BYTES * 0.8
+    async with serving() as server:
+        answer = await server.post(path, body)
+        assert answer.status == 400
+        assert "brackets and colons" in answer.error["message"]
+
+
+def test_the_largest_bodies_that_are_read_hold_up_the_loop_for_moments_only() -> None:
+    """Seconds of this thread's processor; a body of names alone took 1.2 s before, lists 0.6 s."""
+    half = limits.MAX_BODY_MARKS - 2
+    names = b",".join(b'"%07d":1' % i for i in range(half))
+    for body in (
+        b"{" + names + b"}",
+        b'{"prompt":"a","logit_bias":{' + names + b"}}",
+        b'{"prompt":[' + b"[]," * (half - 1) + b"[]]}",
+    ):
+        started = time.thread_time()
+        with pytest.raises(ApiError):
+            decode_sampling_body(body, CompletionBody)
+        assert time.thread_time() - started < 0.5
+
+
+async def test_a_body_of_many_fields() -> None:
+    names = {f"novel{i}": i for i in range(limits.MAX_BODY_FIELDS)}
+    async with serving() as server:
+        answer = await server.post(COMPLETIONS, {**PROMPT, **names})
+        assert (answer.status, answer.error["param"]) == (400, None)
+        assert "more than 256 fields" in answer.error["message"]
+
+
+@pytest.mark.parametrize("kind", sorted(UNSUPPORTED_PARTS))
+async def test_parts_of_a_content_that_are_not_served(kind: str) -> None:
+    async with serving() as server:
+        answer = await server.post(CHAT, chat(user([{"type": kind, kind: {}}])))
+        assert (answer.status, answer.error["param"]) == (400, "messages")
+        assert answer.error["code"] == "unsupported"
 
 
 async def test_a_long_value_is_not_sent_back() -> None:
@@ -199,6 +253,7 @@ async def test_prompts(body: dict[str, Any], param: str) -> None:
         (chat(user("a"), user({"text": "b"})), "messages[1].content"),
         (chat(user(["b"])), "messages[0].content[0]"),
         (chat(user([{"type": "text"}])), "messages[0].content[0].text"),
+        (chat(user([{"text": "b"}])), "messages[0].content[0].type"),
         (chat(user([{"type": "image_url", "image_url": {}}])), "messages[0].content[0].type"),
         (chat({"role": "bad", "content": "x"}), "messages"),
         (chat(*[user("x")] * (limits.MAX_MESSAGES + 1)), "messages"),
@@ -275,7 +330,9 @@ async def test_wrong_bodies_of_the_tokenizer_routes(path: str, body: Any, param:
 @pytest.mark.parametrize("field", sorted(UNSUPPORTED))
 async def test_fields_that_are_known_but_not_served(field: str) -> None:
     async with serving() as server:
-        for path, body in ((COMPLETIONS, PROMPT), (CHAT, MESSAGES)):
+        for path, body, kind in ROUTES:
+            if field in kind.__struct_fields__:
+                continue
             answer = await server.post(path, {**body, field: "something"})
             assert answer.status == 400
             assert (answer.error["param"], answer.error["code"]) == (field, "unsupported")
@@ -289,6 +346,12 @@ async def test_fields_that_are_known_but_not_served(field: str) -> None:
             chat({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}),
             "messages.tool_calls",
         ),
+        (chat({"role": "assistant", "function_call": {}}), "messages.function_call"),
+        (chat({"role": "assistant", "audio": {"id": "a"}}), "messages.audio"),
+        (
+            chat(user("x"), stream_options={"include_obfuscation": True}),
+            "stream_options.include_obfuscation",
+        ),
     ],
 )
 async def test_parts_of_a_conversation_that_are_not_served(
@@ -301,9 +364,10 @@ async def test_parts_of_a_conversation_that_are_not_served(
 
 
 async def test_values_that_ask_for_nothing_are_taken() -> None:
-    neutral = {name: values[-1] for name, values in UNSUPPORTED.items()}
+    names = UNSUPPORTED.keys() - CompletionBody.__struct_fields__
+    neutral = {name: UNSUPPORTED[name][-1] for name in names}
     async with serving() as server, asyncio.TaskGroup() as tasks:
-        for count, fields in enumerate((neutral, dict.fromkeys(UNSUPPORTED)), start=1):
+        for count, fields in enumerate((neutral, dict.fromkeys(names)), start=1):
             asked = tasks.create_task(server.post(COMPLETIONS, {**PROMPT, **fields}))
             added = (await server.leader.added(count))[-1]
             server.leader.answer(added, ids("x"), "length")
