@@ -185,7 +185,7 @@ def test_what_torch_computes_is_not_captured(
 
 
 def test_hooks_are_called_and_replaced_weights_count(make_worker: MakeWorker) -> None:
-    """Those that somebody registers, or replaces, when steps have long been captured."""
+    """Those that a method of `collective_rpc` registers, or replaces."""
     worker = make_worker(dtype="float32", cpu_threads=1)
     request, calls = ScriptedRequest(0, 1, GREEDY, 1, BLOCK_SIZE), []
 
@@ -195,17 +195,17 @@ def test_hooks_are_called_and_replaced_weights_count(make_worker: MakeWorker) ->
 
     worker.execute(1, StepPlan((request.new,), (request.step([5, 6]),), True))
     decode(2)
+    before = worker._graphs._graphs[1]
     hook = worker.stage.model.register_forward_hook(lambda *_: calls.append(1))
-    decode(5)
+    rank_info = RemoteCall("rank_info", encode_arguments((), {}))
+    worker.remote(5, rank_info)
+    decode(6)
     assert len(calls) == 3
     hook.remove()
-    decode(8)
+    worker.remote(9, rank_info)
+    decode(10)
     assert len(calls) == 3
-    captured = worker._graphs._graphs[1]
-    assert captured is not None
-    worker.remote(11, RemoteCall("rank_info", encode_arguments((), {})))
-    decode(12)
-    assert worker._graphs._graphs[1] not in (None, captured)
+    assert worker._graphs._graphs[1] not in (None, before)
 
 
 def test_a_result_that_no_call_computes_is_no_number(
