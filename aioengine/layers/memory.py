@@ -1,4 +1,4 @@
-"""Where parameters lie."""
+"""Memory of parameters and caches."""
 
 import contextlib
 import math
@@ -18,8 +18,7 @@ class ParameterMemory:
 
     On CPU tensors lie side by side in chunks of address space that ask for huge pages (2 MiB on
     x86-64): a step reads all weights once, and with pages of 4 KiB a third of the time goes into
-    finding where those are. A page becomes memory when it is first written. A chunk lives as long
-    as any tensor in it.
+    finding where those are. A chunk lives as long as any tensor in it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,15 +31,16 @@ class ParameterMemory:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._used + num_bytes > len(self._chunk):
-            self._chunk = _huge_pages(max(num_bytes, _CHUNK_BYTES))
+            self._chunk = huge_pages(max(num_bytes, _CHUNK_BYTES))
             self._used = 0
         start = self._used
         self._used += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
         return self._chunk[start : start + num_bytes].view(dtype).view(tuple(shape))
 
 
-def _huge_pages(num_bytes: int) -> Tensor:
-    """Zeros, uint8. Pages are of the usual size where the system has no others."""
+def huge_pages(num_bytes: int) -> Tensor:
+    """Zeros on CPU, uint8, mapped from the kernel: a page becomes memory when it is first touched,
+    and is of the usual size where the system has no others."""
     chunk = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):

@@ -1,7 +1,6 @@
 """The KV cache of one rank: the tensors of its layers."""
 
 import math
-import mmap
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,6 +8,7 @@ import torch
 
 from aioengine.layers.attention import AttentionBackend
 from aioengine.layers.forward_batch import LayerCache
+from aioengine.layers.memory import huge_pages
 from aioengine.layers.partition import split_heads
 from aioengine.model_config import ModelConfig
 
@@ -63,11 +63,10 @@ class KVShape:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On CPU mapped from the kernel, whose pages come when they are first written: torch.zeros
-    touches gigabytes at start-up, which takes seconds, and so does calloc(3) where it hands out
-    what was freed before. Behind the tensor there is room for kernels that read whole vectors."""
+    """On CPU pages come when they are first written: torch.zeros touches gigabytes at start-up,
+    which takes seconds, and so does calloc(3) where it hands out what was freed before. Behind the
+    tensor there is room for kernels that read whole vectors."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    room = mmap.mmap(-1, num_bytes + MAX_VECTOR_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(room, dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)
+    return huge_pages(num_bytes + MAX_VECTOR_BYTES)[:num_bytes].view(dtype).view(shape)

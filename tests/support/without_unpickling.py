@@ -20,8 +20,10 @@ def guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         caller = sys._getframe(1).f_globals["__name__"]
         if caller == ALLOWED:
             return function(*args, **kwargs)
-        print(f"pickle.{name} was reached by {caller}", flush=True)
-        raise RuntimeError(f"pickle.{name} was reached by {caller}")
+        found = f"pickle.{name} was reached by {caller}"
+        sys.stdout.write(found + "\n")  # at once: print() writes a line's end apart
+        sys.stdout.flush()
+        raise RuntimeError(found)
 
     return guard
 
