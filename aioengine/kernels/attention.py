@@ -50,6 +50,7 @@ from aioengine.kernels.codegen import (
     PAIR,
     REGISTER_LANES,
     element_bytes,
+    entry,
     fill_floats,
     inlined,
     kernel,
@@ -70,21 +71,24 @@ WHOLE: Final = -1
 
 ATTEND: Final = np.dtype(
     [
+        # of a layer
         *((name, np.int64) for name in ("q", "k", "v", "out")),  # addresses
         ("q_stride", np.int64),  # elements from token to token
+        # of a step
         ("num_chunks", np.int64),
         ("tables", np.int64),  # int64 [R, B]
         ("table_stride", np.int64),
         ("lengths", np.int64),  # int64 [R]
         ("tiles", np.int64),  # TILE [·]
+        ("lines", np.int64),  # float32 [steps of rows that are cut, N, line_floats]
+        ("counters", np.int64),  # int64 [the same, K]; zeros between jobs
+        # of the model
         ("num_kv", np.int64),
         ("group", np.int64),
         ("head_dim", np.int64),
         ("block_size", np.int64),
         ("scratch", np.int64),  # float32 [threads, scratch_floats]
         ("scratch_floats", np.int64),
-        ("lines", np.int64),  # float32 [steps of rows that are cut, N, line_floats]
-        ("counters", np.int64),  # int64 [the same, K]; zeros between jobs
         ("scale", np.float64),  # of scores, in units of log 2
     ]
 )
@@ -100,6 +104,30 @@ TILE: Final = np.dtype(
     ]
 )
 TILE_BYTES: Final = TILE.itemsize
+
+
+@entry
+def tile_decodes(tiles: int, room: int, lengths: int, num_rows: int) -> int:
+    """Writes the tiles of the first `num_rows` rows, with one token each, if there is room for all
+    of them: one for each part. Returns how many there are, and 2^32 · the steps that leave lines.
+    """
+    table = carray(pointer(tiles), room, TILE)
+    row_lengths = carray(pointer(lengths), num_rows, np.int64)
+    num_tiles, num_steps = 0, 0
+    for row in range(num_rows):
+        num_parts = -(-row_lengths[row] // PART_KEYS)
+        lines = num_steps if num_parts > 1 else WHOLE
+        for part in range(num_parts):
+            if num_tiles < room:
+                tile = table[num_tiles]
+                tile.row = tile.token = row
+                tile.back = tile.num_tokens = 1
+                tile.first_step = part * PART_STEPS
+                tile.lines = lines
+            num_tiles += 1
+        if num_parts > 1:
+            num_steps += num_parts * PART_STEPS
+    return num_tiles + (num_steps << 32)
 
 
 def tokens_of_tile(group: int) -> int:

@@ -22,9 +22,12 @@ STORE: Final = np.dtype(
     [
         (name, np.int64)
         for name in (
+            # of a layer
             *("k_new", "v_new", "k", "v"),  # addresses
             *("k_stride", "v_stride"),  # elements from token to token
+            # of a step
             *("num_chunks", "slots", "num_tokens"),  # int64 [T]
+            # of the model
             *("num_kv", "head_dim", "block_size"),
         )
     ]

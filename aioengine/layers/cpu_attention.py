@@ -4,6 +4,7 @@ Shapes: T tokens · R rows · N query heads · K kv heads · G = N / K query hea
 H head_dim · B blocks.
 """
 
+from struct import Struct
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -55,11 +56,20 @@ class _Job:
     """The record of a kernel's arguments. It is in the same place for all steps: `begin` fills in
     what is of the step, and a captured step that is repeated finds it there."""
 
-    def __init__(self, kind: np.dtype[Any]) -> None:
+    def __init__(self, kind: np.dtype[Any], first: str, count: int) -> None:
+        """What is of a step are `count` fields, of which this is the first."""
         self._record = np.zeros(1, kind)
+        self._bytes = self._record.view(np.uint8).data
+        assert kind.fields is not None
+        self._first = kind.fields[first][1]
+        self._step = Struct(f"{count}q")
         self.address: int = self._record.ctypes.data
 
+    def begin(self, *values: int) -> None:
+        self._step.pack_into(self._bytes, self._first, *values)
+
     def set(self, **fields: float) -> None:
+        """What is of the model."""
         for name, value in fields.items():
             self._record[name] = value
 
@@ -82,29 +92,68 @@ class CpuThreads:
 
     def __init__(self, team: Team) -> None:
         self.team = team
-        self.store = _Job(kv_cache.STORE)
-        self.attend = _Job(kernels.ATTEND)
+        self.store = _Job(kv_cache.STORE, "num_chunks", 3)
+        self.attend = _Job(kernels.ATTEND, "num_chunks", 7)
         self.heads: _Heads | None = None
         """As the latest layer had them."""
+        self._tiles: _Tiles = np.empty((0, _TILE_FIELDS), np.int64)
+        self._tiles_address = 0
         self._scratch = np.empty(0, np.float32)
         self._lines = np.empty(0, np.float32)
         self._counters = np.empty(0, np.int64)
+        self._num_lines = 0
+        self._parts = 0, 0
 
-    def scratch(self, floats_per_thread: int) -> int:
-        """Address of uninitialised float32 [threads, floats_per_thread]."""
-        needed = floats_per_thread * self.team.num_threads + _LINE_BYTES // 4
-        if self._scratch.size < needed:
-            self._scratch = np.empty(needed, np.float32)
-        return _aligned(self._scratch)
+    def set_heads(self, heads: _Heads, block_size: int) -> None:
+        """What all steps have in common."""
+        floats = kernels.scratch_floats(heads.group, heads.head_dim)
+        self._scratch = np.empty(floats * self.team.num_threads + _LINE_BYTES // 4, np.float32)
+        self._num_lines = 0
+        self.heads = heads
+        self.attend.set(
+            num_kv=heads.num_kv,
+            group=heads.group,
+            head_dim=heads.head_dim,
+            block_size=block_size,
+            scratch=_aligned(self._scratch),
+            scratch_floats=floats,
+            scale=heads.head_dim**-0.5 * _LOG2_E,
+        )
 
-    def parts(self, num_floats: int, num_counters: int) -> tuple[int, int]:
+    def tiles(self, inputs: PagedInputs, group: int) -> tuple[int, int, int]:
+        """Of a step: their address, how many there are, and how many steps of rows with one token
+        leave lines."""
+        prefills: _Tiles | None = None
+        num_prefills, num_decodes = 0, inputs.num_decodes
+        if num_decodes < len(inputs.query_lens):
+            prefills = _prefill_tiles(inputs, group)
+            num_prefills = len(prefills)
+        lengths = inputs.context_lens_R.data_ptr()
+        while True:
+            room = len(self._tiles) - num_prefills
+            decodes = self._tiles_address + num_prefills * kernels.TILE_BYTES
+            found = kernels.tile_decodes(decodes, max(room, 0), lengths, num_decodes)
+            num_tiles, num_lines = num_prefills + (found & 0xFFFFFFFF), found >> 32
+            if num_tiles <= len(self._tiles):
+                break
+            self._tiles = np.empty((2 * num_tiles, _TILE_FIELDS), np.int64)
+            self._tiles_address = self._tiles.ctypes.data
+        if prefills is not None:
+            self._tiles[:num_prefills] = prefills
+        return self._tiles_address, num_tiles, num_lines
+
+    def parts(self, num_lines: int) -> tuple[int, int]:
         """Addresses of uninitialised float32 for the lines of rows that are cut into parts, and of
         int64 zeros, which kernels leave as such."""
-        if self._lines.size < num_floats + _LINE_BYTES // 4:
-            self._lines = np.empty(2 * num_floats + _LINE_BYTES // 4, np.float32)
-        if self._counters.size < num_counters:
-            self._counters = np.zeros(2 * num_counters, np.int64)
-        return _aligned(self._lines), self._counters.ctypes.data
+        if num_lines > self._num_lines:
+            assert self.heads is not None
+            num_heads, num_kv, head_dim = self.heads
+            self._num_lines = 2 * num_lines
+            num_floats = self._num_lines * num_heads * kernels.line_floats(head_dim)
+            self._lines = np.empty(num_floats + _LINE_BYTES // 4, np.float32)
+            self._counters = np.zeros(self._num_lines * num_kv, np.int64)
+            self._parts = _aligned(self._lines), self._counters.ctypes.data
+        return self._parts
 
     def begin(self, inputs: PagedInputs) -> "CpuAttention":
         return CpuAttention(inputs, self)
@@ -120,20 +169,14 @@ class CpuAttention:
     even) is overwritten or not read."""
 
     def __init__(self, inputs: PagedInputs, threads: CpuThreads) -> None:
-        assert inputs.block_table_RB.stride(1) == 1
         self._inputs = inputs
         self._threads = threads
         self._out_TNH: Tensor | None = None
-        self._tiles: _Tiles
         num_tokens = len(inputs.slot_mapping_T)
-        threads.store.set(
-            num_chunks=-(-num_tokens // kv_cache.STORED_TOKENS),
-            slots=inputs.slot_mapping_T.data_ptr(),
-            num_tokens=num_tokens,
-            block_size=inputs.block_size,
-        )
+        num_chunks = -(-num_tokens // kv_cache.STORED_TOKENS)
+        threads.store.begin(num_chunks, inputs.slot_mapping_T.data_ptr(), num_tokens)
         if threads.heads is not None:
-            self._set_job(threads.heads)
+            self._begin(threads.heads)
 
     def write_kv(self, cache: LayerCache, k_TKH: Tensor, v_TKH: Tensor) -> None:
         num_kv, head_dim = k_TKH.shape[1:]
@@ -142,7 +185,7 @@ class CpuAttention:
         if in_pairs(head_dim, k_TKH.dtype):
             kernel = kv_cache.store_pairs
         team, job = self._threads.team, self._threads.store
-        job.set(num_kv=num_kv, head_dim=head_dim)
+        job.set(num_kv=num_kv, head_dim=head_dim, block_size=self._inputs.block_size)
         team.call(
             kv_cache.store_layer,
             *team.handle,
@@ -162,8 +205,8 @@ class CpuAttention:
         heads = _Heads(num_heads, cache.k.shape[1], head_dim)
         team, threads = self._threads.team, self._threads
         if heads != threads.heads:
-            threads.heads = heads
-            self._set_job(heads)
+            threads.set_heads(heads, self._inputs.block_size)
+            self._begin(heads)
         if self._out_TNH is None:  # for all layers of the step
             self._out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
         team.call(
@@ -176,53 +219,20 @@ class CpuAttention:
         )
         return self._out_TNH
 
-    def _set_job(self, heads: _Heads) -> None:
+    def _begin(self, heads: _Heads) -> None:
         """What all layers of the step have in common."""
         inputs, threads = self._inputs, self._threads
-        decodes, num_lines = _decode_tiles(inputs)
-        self._tiles = np.concatenate((_prefill_tiles(inputs, heads.group), decodes))
-        floats = kernels.scratch_floats(heads.group, heads.head_dim)
-        lines, counters = threads.parts(
-            num_lines * heads.num_heads * kernels.line_floats(heads.head_dim),
-            num_lines * heads.num_kv,
+        table_stride, entry_stride = inputs.block_table_RB.stride()
+        assert entry_stride == 1
+        tiles, num_tiles, num_lines = threads.tiles(inputs, heads.group)
+        threads.attend.begin(
+            num_tiles * heads.num_kv,
+            inputs.block_table_RB.data_ptr(),
+            table_stride,
+            inputs.context_lens_R.data_ptr(),
+            tiles,
+            *threads.parts(num_lines),
         )
-        threads.attend.set(
-            num_chunks=len(self._tiles) * heads.num_kv,
-            tables=inputs.block_table_RB.data_ptr(),
-            table_stride=inputs.block_table_RB.stride(0),
-            lengths=inputs.context_lens_R.data_ptr(),
-            tiles=self._tiles.ctypes.data,
-            num_kv=heads.num_kv,
-            group=heads.group,
-            head_dim=heads.head_dim,
-            block_size=inputs.block_size,
-            scratch=threads.scratch(floats),
-            scratch_floats=floats,
-            lines=lines,
-            counters=counters,
-            scale=heads.head_dim**-0.5 * _LOG2_E,
-        )
-
-
-def _decode_tiles(inputs: PagedInputs) -> tuple[_Tiles, int]:
-    """Of the rows with one token, one for each part; and how many steps leave lines."""
-    lengths = np.array(inputs.context_lens[: inputs.num_decodes], np.int64)
-    parts = -(-lengths // kernels.PART_KEYS)
-    num_tiles = int(parts.sum())
-    tiles = np.zeros((num_tiles, _TILE_FIELDS), np.int64)
-    row, token, back, num_tokens, first_step, lines = tiles.T
-    back[:] = num_tokens[:] = 1
-    lines[:] = kernels.WHOLE
-    if num_tiles == len(parts):
-        row[:] = token[:] = np.arange(num_tiles)
-        return tiles, 0
-    row[:] = token[:] = np.repeat(np.arange(len(parts)), parts)
-    is_cut = parts > 1
-    steps = np.where(is_cut, parts * kernels.PART_STEPS, 0)
-    np.copyto(lines, (np.cumsum(steps) - steps)[row], where=is_cut[row])
-    part = np.arange(num_tiles) - (np.cumsum(parts) - parts)[row]
-    np.multiply(part, kernels.PART_STEPS, out=first_step)
-    return tiles, int(steps.sum())
 
 
 def _prefill_tiles(inputs: PagedInputs, group: int) -> _Tiles:

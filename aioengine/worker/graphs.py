@@ -66,18 +66,18 @@ class StepGraphs:
     def run(self, batch: ForwardBatch, hidden_TD: Tensor | None) -> Tensor:
         """`compute`'s result, which may be overwritten by the next call."""
         num_rows = len(batch.positions_T)
-        if self._team is None or num_rows > MAX_ROWS or any(self._hooks):
-            return self._compute(batch, hidden_TD)
         graph = self._graphs.get(num_rows)
         if graph is not None:
             return graph.replay(batch, hidden_TD, self.on_spans)
+        if self._team is None or num_rows > MAX_ROWS or any(self._hooks):
+            return self._compute(batch, hidden_TD)
         if num_rows in self._graphs and num_rows not in self._refused:
             return self._capture(batch, hidden_TD)
         self._graphs[num_rows] = None  # a number that comes once is not worth it
         return self._compute(batch, hidden_TD)
 
     def forget(self) -> None:
-        """Capture again: somebody may have replaced what captured steps read."""
+        """Capture again: somebody may have registered a hook, or replaced what steps read."""
         self._graphs = dict.fromkeys(self._graphs)
         self._refused.clear()
 

@@ -251,6 +251,14 @@ class Worker:
         plan = self._with_formats(plan)
         self._memory.check_weights(plan.num_bytes, self.dtype)
         self.stage = load_stage(plan, self._source, self.device, speaks=self.rank == 0)
+        self._graphs = StepGraphs(
+            self.stage,
+            self._decode,
+            self._stage_probes(),
+            team=self._team,
+            tp=self._groups.tp,
+            activity=self.activity,
+        )
         give_back_freed()
 
     @device_call
@@ -377,15 +385,6 @@ class Worker:
             num_microbatches=self._config.pipeline_parallel_size,
         )
         self._rules = LogitRules(self._config.num_slots, self._cfg.vocab_size, self.device)
-        assert self._groups is not None
-        self._graphs = StepGraphs(
-            self.stage,
-            self._decode,
-            self._stage_probes(),
-            team=self._team,
-            tp=self._groups.tp,
-            activity=self.activity,
-        )
 
     def _profile(self) -> None:
         """Run the largest step over a cache of the null block alone, for the peak of memory."""

@@ -13,6 +13,7 @@ from aioengine.kernels.dots import HAS_DOTS
 from aioengine.kernels.team import Team
 from aioengine.layers.backend import TORCH
 from aioengine.layers.cpu_backend import CpuBackend, torch_rows
+from aioengine.layers.memory import ParameterMemory
 from aioengine.layers.quantized import PackedParameter
 from aioengine.layers.quantized_format import INT4, INT4_FLOAT32, INT8
 from aioengine.layers.rotary import rotary_frequencies
@@ -159,8 +160,9 @@ def test_embedding(dtype: torch.dtype) -> None:
     floats = random(50, 100)
     weights: list[Tensor] = [floats.to(dtype)]
     for stored in (INT8, INT4) if dtype != torch.float32 else (INT8, INT4, INT4_FLOAT32):
-        weights.append(PackedParameter.empty(stored, (50, 100), torch.device("cpu")))
-        weights[-1].fill(floats)
+        packed = PackedParameter.empty(stored, (50, 100), ParameterMemory(torch.device("cpu")))
+        packed.fill(floats)
+        weights.append(packed)
     for weight in weights:
         for first, ids in ((None, ids_T), (0, ids_T + 5), (20, ids_T)):
             expected_TD = TORCH.embed(ids, weight, first, dtype)

@@ -4,12 +4,14 @@ import torch
 
 from aioengine.dist.groups import GroupCoordinator
 from aioengine.layers.backend import TORCH
+from aioengine.layers.memory import ParameterMemory
 from aioengine.layers.module import Placement
 from aioengine.layers.rotary import RotaryEmbedding, rotary_frequencies
 from aioengine.model_config import RopeConfig
 
 CPU = torch.device("cpu")
-PLACE = Placement(GroupCoordinator("alone", (0,), 0, device=CPU), torch.float32, CPU)
+ALONE = GroupCoordinator("alone", (0,), 0, device=CPU)
+PLACE = Placement(ALONE, torch.float32, ParameterMemory(CPU))
 
 
 def test_linear_scaling_divides_every_frequency() -> None:

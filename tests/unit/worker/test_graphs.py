@@ -20,7 +20,8 @@ from aioengine.dist.groups import GroupCoordinator
 from aioengine.errors import RankLostError
 from aioengine.kernels.codegen import pointer
 from aioengine.kernels.team import Team
-from aioengine.layers.forward_batch import ForwardBatch
+from aioengine.layers.attention import attention_backend
+from aioengine.layers.forward_batch import ForwardBatch, PagedInputs
 from aioengine.layout import ParallelLayout
 from aioengine.messages import RemoteCall, StepPlan
 from aioengine.rpc import encode_arguments
@@ -30,6 +31,7 @@ from aioengine.timeline.recorder import Recorder, spans_of
 from aioengine.worker import graphs
 from aioengine.worker.capture import Capture
 from aioengine.worker.graphs import StepGraphs
+from aioengine.worker.kv_store import KVShape
 from aioengine.worker.runner import Worker
 
 pytestmark = pytest.mark.skipif(not STORIES.is_dir(), reason="no ../shared/models here")
@@ -94,6 +96,46 @@ def test_results_are_the_same_to_the_last_bit(
     assert not computed._graphs._graphs
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_contexts_of_any_lengths(num_threads: int) -> None:
+    """Rows that are cut into parts in some steps and not in others; tables get wider."""
+    num_rows, num_heads, num_kv, head_dim, num_blocks = 3, 6, 2, 32, 601
+    shape = KVShape(range(1), BLOCK_SIZE, num_kv, head_dim, torch.bfloat16)
+    team, tp = Team(num_threads), GroupCoordinator("tp", (0,), 0, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    attend, caches = [], []
+    for _ in range(2):
+        backend = attention_backend("cpu", BLOCK_SIZE, team)
+        caches.append(shape.allocate(num_blocks, torch.device("cpu"), backend)[0])
+        attend.append(backend.begin)
+
+    def compute(batch: ForwardBatch, hidden_TD: Tensor | None) -> Tensor:
+        assert hidden_TD is not None
+        cache = batch.kv_caches[0]
+        x_TMH = hidden_TD.view(num_rows, -1, head_dim)
+        q_TNH, k_TKH, v_TKH = x_TMH.split_with_sizes((num_heads, num_kv, num_kv), dim=1)
+        batch.attention.write_kv(cache, k_TKH, v_TKH)
+        return batch.attention.attend(cache, q_TNH)
+
+    nothing = torch.nn.Identity()
+    step_graphs = StepGraphs(nothing, compute, [], team=team, tp=tp, activity=Activity())
+    for lens in ([5, 40, 900], [600, 1, 33], [1700, 2900, 16], [17, 2000, 2000], [1, 1, 1]):
+        tables = torch.arange(1, num_blocks).view(num_rows, -1)[:, : max(lens) // BLOCK_SIZE + 1]
+        positions_T = torch.tensor(lens) - 1
+        slots_T = tables[range(num_rows), positions_T // BLOCK_SIZE] * BLOCK_SIZE
+        slots_T += positions_T % BLOCK_SIZE
+        inputs = PagedInputs(
+            slots_T, tables, positions_T + 1, (1,) * num_rows, tuple(lens), num_rows, BLOCK_SIZE
+        )
+        x_TD = torch.randn(num_rows, (num_heads + 2 * num_kv) * head_dim, generator=generator)
+        computed, repeated = (
+            run(ForwardBatch(None, positions_T, begin(inputs), {0: cache}), x_TD.bfloat16())
+            for run, begin, cache in zip((compute, step_graphs.run), attend, caches, strict=True)
+        )
+        assert torch.equal(computed, repeated)
+    assert step_graphs._graphs[num_rows] is not None
+
+
 def decodes(worker: Worker, recorder: Recorder) -> list[list[tuple[Kind, int, int]]]:
     """The spans of each of five steps with two rows."""
     requests = [ScriptedRequest(slot, 1, GREEDY, 1 + slot, BLOCK_SIZE) for slot in (0, 1)]
@@ -143,7 +185,7 @@ def test_what_torch_computes_is_not_captured(
 
 
 def test_hooks_are_called_and_replaced_weights_count(make_worker: MakeWorker) -> None:
-    """Those that somebody registers, or replaces, when steps have long been captured."""
+    """Those that a method of `collective_rpc` registers, or replaces."""
     worker = make_worker(dtype="float32", cpu_threads=1)
     request, calls = ScriptedRequest(0, 1, GREEDY, 1, BLOCK_SIZE), []
 
@@ -153,17 +195,17 @@ def test_hooks_are_called_and_replaced_weights_count(make_worker: MakeWorker) ->
 
     worker.execute(1, StepPlan((request.new,), (request.step([5, 6]),), True))
     decode(2)
+    before = worker._graphs._graphs[1]
     hook = worker.stage.model.register_forward_hook(lambda *_: calls.append(1))
-    decode(5)
+    rank_info = RemoteCall("rank_info", encode_arguments((), {}))
+    worker.remote(5, rank_info)
+    decode(6)
     assert len(calls) == 3
     hook.remove()
-    decode(8)
+    worker.remote(9, rank_info)
+    decode(10)
     assert len(calls) == 3
-    captured = worker._graphs._graphs[1]
-    assert captured is not None
-    worker.remote(11, RemoteCall("rank_info", encode_arguments((), {})))
-    decode(12)
-    assert worker._graphs._graphs[1] not in (None, captured)
+    assert worker._graphs._graphs[1] not in (None, before)
 
 
 def test_a_result_that_no_call_computes_is_no_number(
