@@ -81,8 +81,9 @@ class Probe:
     """Methods of what the call returns that are spans, too, and of which kind."""
 
 
-Span = tuple[Kind, int, int]
-"""Begin and end: CLOCK_MONOTONIC in nanoseconds."""
+Span = tuple[int, int, int]
+"""Index of the kind in `KINDS`, begin, end; CLOCK_MONOTONIC in nanoseconds."""
+KINDS = tuple(Kind)
 
 
 @dataclass(frozen=True, slots=True)

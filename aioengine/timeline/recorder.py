@@ -6,18 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from aioengine.messages import StepPlan
-from aioengine.timeline.probe import AnyProbe, Kind, Lane, Probe, Span, SpanSource
+from aioengine.timeline.probe import KINDS, AnyProbe, Kind, Lane, Probe, Span, SpanSource
 from aioengine.trace_messages import RecordedSteps, StepNote
 
 MAX_SPANS: Final = 250_000
 """Of one lane, about 50 MB; later ones are dropped."""
-KINDS: Final = tuple(Kind)
-_NUMBER_OF: Final = {kind: number for number, kind in enumerate(KINDS)}
 ROW: Final = 4
 """Numbers of a span on the wire: index of its kind, lane, begin and end."""
 
-_Span = tuple[int, int, int]
-"""Index of the kind, begin, end; CLOCK_MONOTONIC in nanoseconds."""
 now_ns = time.monotonic_ns
 
 
@@ -35,7 +31,7 @@ class Recorder:
         self._on_step = on_step
         self._max_spans = max_spans
         self._now = now
-        self._spans: dict[Lane, list[_Span]] = {lane: [] for lane in Lane}
+        self._spans: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
         self._steps: list[StepNote] = []
         self._replaced: dict[Lane, list[tuple[dict[str, Any], str, Any]]] = {}
         self._jobs_ended_ns = 0
@@ -76,7 +72,7 @@ class Recorder:
 
     def spans(self, lane: Lane) -> list[Span]:
         """A span that contains others comes after them."""
-        return [(KINDS[kind], begin, end) for kind, begin, end in self._spans[lane]]
+        return list(self._spans[lane])
 
     @property
     def is_full(self) -> bool:
@@ -110,12 +106,12 @@ class Recorder:
 
         def take(more: Iterable[Span]) -> None:
             if len(spans) < room:
-                spans.extend((_NUMBER_OF[kind], began, ended) for kind, began, ended in more)
+                spans.extend(more)
 
         return take
 
     def _timed_call(self, lane: Lane, kind: Kind, call: Callable[..., Any]) -> Callable[..., Any]:
-        spans, number, room, now = self._spans[lane], _NUMBER_OF[kind], self._max_spans, self._now
+        spans, number, room, now = self._spans[lane], KINDS.index(kind), self._max_spans, self._now
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began_ns = now()
@@ -191,7 +187,7 @@ class Recorder:
             (Lane.HAND_BACK, Kind.HAND_BACK, back_ns, delivered_ns),
         ):
             if len(self._spans[lane]) < self._max_spans:
-                self._spans[lane].append((_NUMBER_OF[kind], begin_ns, end_ns))
+                self._spans[lane].append((KINDS.index(kind), begin_ns, end_ns))
 
 
 _INHERITED: Final = object()

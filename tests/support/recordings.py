@@ -3,8 +3,7 @@
 from array import array
 from collections.abc import Sequence
 
-from aioengine.timeline.probe import Kind, Lane
-from aioengine.timeline.recorder import KINDS
+from aioengine.timeline.probe import KINDS, Kind, Lane
 from aioengine.trace_messages import RecordedSteps, StepNote
 
 MS = 10**6
