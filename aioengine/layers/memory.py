@@ -23,26 +23,29 @@ class ParameterMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._chunk: mmap.mmap | None = None
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self.device.type != "cpu":
+        count = math.prod(shape)
+        if self.device.type != "cpu" or count == 0:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if self._used + num_bytes > len(self._chunk):
+        num_bytes = count * dtype.itemsize
+        if self._chunk is None or self._used + num_bytes > len(self._chunk):
             self._chunk = huge_pages(max(num_bytes, _CHUNK_BYTES))
             self._used = 0
         start = self._used
         self._used += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
-        return self._chunk[start : start + num_bytes].view(dtype).view(tuple(shape))
+        # Each has a storage of its own, for whoever saves one.
+        tensor = torch.frombuffer(self._chunk, dtype=dtype, count=count, offset=start)
+        return tensor.view(tuple(shape))
 
 
-def huge_pages(num_bytes: int) -> Tensor:
-    """Zeros on CPU, uint8, mapped from the kernel: a page becomes memory when it is first touched,
-    and is of the usual size where the system has no others."""
+def huge_pages(num_bytes: int) -> mmap.mmap:
+    """Zeros: a page becomes memory when it is first touched, and is of the usual size where the
+    system has no others."""
     chunk = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             chunk.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(chunk, dtype=torch.uint8)
+    return chunk

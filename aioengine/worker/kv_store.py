@@ -69,4 +69,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return huge_pages(num_bytes + MAX_VECTOR_BYTES)[:num_bytes].view(dtype).view(shape)
+    room = huge_pages(num_bytes + MAX_VECTOR_BYTES)
+    return torch.frombuffer(room, dtype=dtype, count=math.prod(shape)).view(shape)

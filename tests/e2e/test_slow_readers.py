@@ -25,7 +25,7 @@ KV_BYTES = 24 * 2**20
 """Hardly more than the load needs, so that it is all touched before memory is measured."""
 FLAGS = ("--model", str(STORIES), "--served-model-name", LONG_NAME)
 FLAGS += ("--kv-cache-memory-bytes", str(KV_BYTES))
-MANY = {"prompt": [1], "n": 20, "max_tokens": 480, "seed": 5, "ignore_eos": True}
+MANY = {"prompt": [1], "n": 24, "max_tokens": 480, "seed": 5, "ignore_eos": True}
 OTHERS = [
     {"prompt": [1, 403, 407 + number % 8], "max_tokens": 100, "temperature": 0}
     for number in range(NUM_OTHERS)
