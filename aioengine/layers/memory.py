@@ -1,4 +1,4 @@
-"""Memory of parameters and caches."""
+"""Memory of parameters."""
 
 import contextlib
 import math
@@ -32,7 +32,7 @@ class ParameterMemory:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         num_bytes = count * dtype.itemsize
         if self._chunk is None or self._used + num_bytes > len(self._chunk):
-            self._chunk = huge_pages(max(num_bytes, _CHUNK_BYTES))
+            self._chunk = _huge_pages(max(num_bytes, _CHUNK_BYTES))
             self._used = 0
         start = self._used
         self._used += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
@@ -41,7 +41,7 @@ class ParameterMemory:
         return tensor.view(tuple(shape))
 
 
-def huge_pages(num_bytes: int) -> mmap.mmap:
+def _huge_pages(num_bytes: int) -> mmap.mmap:
     """Zeros: a page becomes memory when it is first touched, and is of the usual size where the
     system has no others."""
     chunk = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

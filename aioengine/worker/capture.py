@@ -111,6 +111,11 @@ class Capture:
 class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of torch."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler, which takes a second, only to tell it to look away."""
+        return False
+
     def __init__(self, capture: Capture) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._capture = capture

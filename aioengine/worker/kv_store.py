@@ -1,6 +1,7 @@
 """The KV cache of one rank: the tensors of its layers."""
 
 import math
+import mmap
 from dataclasses import dataclass
 from typing import Final
 
@@ -8,7 +9,6 @@ import torch
 
 from aioengine.layers.attention import AttentionBackend
 from aioengine.layers.forward_batch import LayerCache
-from aioengine.layers.memory import huge_pages
 from aioengine.layers.partition import split_heads
 from aioengine.model_config import ModelConfig
 
@@ -63,11 +63,12 @@ class KVShape:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On CPU pages come when they are first written: torch.zeros touches gigabytes at start-up,
-    which takes seconds, and so does calloc(3) where it hands out what was freed before. Behind the
-    tensor there is room for kernels that read whole vectors."""
+    """On CPU mapped from the kernel, whose pages come when they are first written: torch.zeros
+    touches gigabytes at start-up, which takes seconds, and so does calloc(3) where it hands out
+    what was freed before. The pages are small, as the first huge ones of all layers would take
+    0.3 s of the start. Behind the tensor there is room for kernels that read whole vectors."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    room = huge_pages(num_bytes + MAX_VECTOR_BYTES)
+    room = mmap.mmap(-1, num_bytes + MAX_VECTOR_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(room, dtype=dtype, count=math.prod(shape)).view(shape)
