@@ -187,7 +187,7 @@ class Code:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
     def exp2(self, x: Any) -> Any:
-        """2^x, to 2e-7 of it, for x ≤ 127; 0 for x < -126."""
+        """2^x, to 2.3e-7 of it, for x ≤ 127; 0 for x < -126."""
         builder = self.builder
         rounder = self.fill(_ROUNDER)
         is_zero = builder.fcmp_ordered("<", x, self.fill(-126.0))
