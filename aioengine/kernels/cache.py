@@ -79,8 +79,10 @@ class _Cache(caching.FunctionCache):  # type: ignore[misc] # numba has no types
         return found
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        super().save_overload(signature, result)
-        self._lock.release()
+        try:
+            super().save_overload(signature, result)
+        finally:
+            self._lock.release()
 
 
 class _Lock:
