@@ -5,6 +5,7 @@ F = H / 2.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -56,11 +57,16 @@ class CpuBackend:
         self._size = dtype.itemsize
         self._embedding = Embedding(team, KINDS[dtype])
         self._angles = Angles(team, KINDS[dtype])
-        self._product = Linear(team, KINDS[dtype])
+        self._team = team
         self._quantized_product = QuantizedLinear(team, KINDS[dtype])
         self._quantizer = Quantizer(team)
         self._elementwise = Elementwise(team, KINDS[dtype])
         self._torch_rows = torch_rows(dtype, FEATURES)
+
+    @cached_property
+    def _product(self) -> Linear:
+        """Only for those who have such weights: its kernels take seconds to compile."""
+        return Linear(self._team, KINDS[self._dtype])
 
     def embed(self, ids_T: Tensor, weight: Tensor, first: int | None, dtype: torch.dtype) -> Tensor:
         assert dtype == self._dtype
