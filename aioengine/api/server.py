@@ -20,6 +20,8 @@ ANY_ADDRESS: Final = frozenset({"0.0.0.0", "::"})
 CLOSE_GRACE_S: Final = 2.0
 """For handlers that are still writing when the server closes."""
 BACKLOG: Final = 1024
+PROBE_S: Final = 2.0
+"""For a unix socket that may have a server: one whose backlog is full does not answer."""
 
 
 class HttpServer:
@@ -128,6 +130,7 @@ def _is_served(path: Path) -> bool:
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
         return False
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(PROBE_S)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
