@@ -359,6 +359,14 @@ def _all(kind: Any, value: int) -> ir.Constant:
     return ir.Constant(kind, [value] * kind.count if is_vector else value)
 
 
+# --- in compiled functions -----------------------------------------------------------------------
+
+
+@inlined
+def ceil_div(count: int, size: int) -> int:
+    return (count + size - 1) // size
+
+
 # --- memory, in compiled functions ---------------------------------------------------------------
 
 

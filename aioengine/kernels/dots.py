@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from aioengine.kernels.codegen import FEATURES, I16, I32, I64, Code, inlined
+from aioengine.kernels.codegen import FEATURES, I16, I32, I64, Code, ceil_div, inlined
 from aioengine.kernels.tiles import BLOCK_OUTPUTS, LINE_BYTES, prefetch
 
 HAS_DOTS: Final = "+avx512bf16" in FEATURES
@@ -257,12 +257,12 @@ def _multiply_rows(
 ) -> None:
     """Of all rows and _OUTPUTS outputs: tiles as equal as possible, each of which asks for its part
     of what is coming."""
-    num_tiles = _blocks(num_rows, _ROWS)
-    lines = _blocks(_OUTPUTS, num_tiles)
-    lines_bytes = _blocks(num_inputs, _UNIT) * lines * LINE_BYTES
+    num_tiles = ceil_div(num_rows, _ROWS)
+    lines = ceil_div(_OUTPUTS, num_tiles)
+    lines_bytes = ceil_div(num_inputs, _UNIT) * lines * LINE_BYTES
     row = 0
     for tile in range(num_tiles):
-        rows = _blocks(num_rows - row, num_tiles - tile)
+        rows = ceil_div(num_rows - row, num_tiles - tile)
         _tile(
             rows,
             num_outputs,
@@ -277,8 +277,3 @@ def _multiply_rows(
             _SUMS_BYTES,
         )
         row += rows
-
-
-@inlined
-def _blocks(count: int, size: int) -> int:
-    return (count + size - 1) // size

@@ -21,6 +21,7 @@ from aioengine.kernels.codegen import (
     IR_TYPES,
     Code,
     bytes_of,
+    ceil_div,
     copy_element,
     element_bytes,
     inlined,
@@ -349,7 +350,7 @@ def _run(
     job.num_rows, job.num_features, job.num_heads = num_rows, num_features, num_heads
     job.eps = eps
     job.rows_per_chunk = max(1, CHUNK_ELEMENTS // (num_features * num_heads))
-    num_chunks = (num_rows + job.rows_per_chunk - 1) // job.rows_per_chunk
+    num_chunks = ceil_div(num_rows, job.rows_per_chunk)
     run_job(control, num_helpers, kernel_address, args, num_chunks)
 
 

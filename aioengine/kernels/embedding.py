@@ -12,6 +12,7 @@ from aioengine.kernels.codegen import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    ceil_div,
     copy_element,
     element_bytes,
     inlined,
@@ -73,7 +74,7 @@ def _unpack_row(kind: Any, scale_kind: Any, job: Any, row: int, out: int) -> Non
     scales_bytes = TILE * scale_bytes
     codes_at = scales_bytes * (2 if job.bits == 4 else 1)
     block_bytes = codes_at + TILE * GROUP * job.bits // 8
-    num_groups = (job.num_features + GROUP - 1) // GROUP
+    num_groups = ceil_div(job.num_features, GROUP)
     tile, lane = divmod(row, TILE)
     for group in range(num_groups):
         block = job.weight + (tile * num_groups + group) * block_bytes
@@ -139,7 +140,7 @@ def _run(
     job.num_rows, job.num_features = num_rows, num_features
     job.bits, job.has_float32_scales = bits, has_float32_scales
     job.out = out
-    num_chunks = (num_tokens + TOKENS_PER_CHUNK - 1) // TOKENS_PER_CHUNK
+    num_chunks = ceil_div(num_tokens, TOKENS_PER_CHUNK)
     run_job(control, num_helpers, kernel_address, args, num_chunks)
 
 

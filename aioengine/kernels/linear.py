@@ -22,6 +22,7 @@ from aioengine.kernels.codegen import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    ceil_div,
     element_bytes,
     inlined,
     kernel,
@@ -72,7 +73,7 @@ _SCRATCH_BYTES: Final = _SUMS_BYTES + BLOCK_OUTPUTS * MAX_BLOCK_INPUTS * 4
 @inlined
 def _block_of(job: Any, chunk: int) -> tuple[int, int, int, int]:
     """First row and output of a chunk's block, and how many of each."""
-    row_block, output_block = divmod(chunk, _blocks(job.num_outputs, BLOCK_OUTPUTS))
+    row_block, output_block = divmod(chunk, ceil_div(job.num_outputs, BLOCK_OUTPUTS))
     row, output = row_block * job.block_rows, output_block * BLOCK_OUTPUTS
     num_rows = min(job.block_rows, job.num_rows - row)
     return row, output, num_rows, min(BLOCK_OUTPUTS, job.num_outputs - output)
@@ -116,7 +117,7 @@ def _product(kind: Any, args: int, chunk: int, thread: int) -> None:
     _start_sums(kind, bias, num_rows, num_outputs, sums)
     for first in range(0, job.num_inputs, job.block_inputs):
         count = min(job.block_inputs, job.num_inputs - first)
-        units = _blocks(count, UNIT)
+        units = ceil_div(count, UNIT)
         x = job.x + row * job.x_bytes + first * 4
         weight = job.weight + output * weight_bytes + first * size
         if job.unpacks:
@@ -175,11 +176,6 @@ def _product_by_dots(args: int, chunk: int, thread: int) -> None:
         sums,
     )
     _round_sums(BFLOAT16, job, row, output, num_rows, num_outputs, sums)
-
-
-@inlined
-def _blocks(count: int, size: int) -> int:
-    return (count + size - 1) // size
 
 
 @inlined
@@ -266,18 +262,18 @@ def _run(
     job.num_inputs = num_inputs
     job.num_outputs = num_outputs
     by_dots = unpack_kernel == 0
-    blocks = _blocks(num_inputs, MAX_DOT_INPUTS if by_dots else MAX_BLOCK_INPUTS)
-    job.block_inputs = _blocks(_blocks(num_inputs, blocks), UNIT) * UNIT
-    blocks = _blocks(num_rows, MAX_DOT_ROWS if by_dots else MAX_BLOCK_ROWS)
-    job.block_rows = _blocks(num_rows, blocks)
+    blocks = ceil_div(num_inputs, MAX_DOT_INPUTS if by_dots else MAX_BLOCK_INPUTS)
+    job.block_inputs = ceil_div(ceil_div(num_inputs, blocks), UNIT) * UNIT
+    blocks = ceil_div(num_rows, MAX_DOT_ROWS if by_dots else MAX_BLOCK_ROWS)
+    job.block_rows = ceil_div(num_rows, blocks)
     has_whole_units = num_inputs % UNIT == 0
     job.unpacks = not has_whole_units or (num_rows >= UNPACKED_ROWS and size != 4)
     if by_dots or (has_whole_units and size == 4):
         job.x, job.x_bytes = raw_x, raw_x_bytes
     else:
-        job.x, job.x_bytes = job.own_x, _blocks(num_inputs, UNIT) * UNIT * 4
-        run_job(control, num_helpers, unpack_kernel, args, _blocks(num_rows, ROWS_PER_CHUNK))
-    num_chunks = blocks * _blocks(num_outputs, BLOCK_OUTPUTS)
+        job.x, job.x_bytes = job.own_x, ceil_div(num_inputs, UNIT) * UNIT * 4
+        run_job(control, num_helpers, unpack_kernel, args, ceil_div(num_rows, ROWS_PER_CHUNK))
+    num_chunks = blocks * ceil_div(num_outputs, BLOCK_OUTPUTS)
     run_job(control, num_helpers, multiply_kernel, args, num_chunks)
 
 

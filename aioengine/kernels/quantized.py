@@ -24,6 +24,7 @@ from aioengine.kernels.codegen import (
     I32,
     IR_TYPES,
     Code,
+    ceil_div,
     element_bytes,
     fill_floats,
     inlined,
@@ -35,6 +36,9 @@ from aioengine.kernels.codegen import (
 from aioengine.kernels.programs import op
 from aioengine.kernels.quantized_tiles import (
     GROUP,
+    INT4_BLOCK_BYTES,
+    INT4_WIDE_BLOCK_BYTES,
+    INT8_BLOCK_BYTES,
     INTEGERS,
     MAX_ROWS,
     TILE,
@@ -142,11 +146,6 @@ def _job(args: int) -> Any:
 
 
 @inlined
-def _parts(count: int, size: int) -> int:
-    return (count + size - 1) // size
-
-
-@inlined
 def _prepare_group(kind: Any, values: int, block: int, by_integers: bool) -> None:
     if by_integers:
         _round_group(kind, values, block)
@@ -225,7 +224,7 @@ def _write(kind: Any, source: int, out: int, count: int) -> None:
 def _multiply(products: Any, block_bytes: int, args: int, chunk: int, thread: int) -> None:
     """`products` of one tile."""
     job = _job(args)
-    panel, part = divmod(chunk, _parts(job.num_tiles, job.tiles_per_chunk))
+    panel, part = divmod(chunk, ceil_div(job.num_tiles, job.tiles_per_chunk))
     first_tile, first_row = part * job.tiles_per_chunk, panel * job.panel_rows
     scratch = job.scratch + thread * _SCRATCH_BYTES
     for tile in range(first_tile, min(job.num_tiles, first_tile + job.tiles_per_chunk)):
@@ -255,27 +254,27 @@ _int4_integers: Final = tile_of(4, F16, by_integers=True)
 
 @kernel
 def _int8_by_floats(args: int, chunk: int, thread: int) -> None:
-    _multiply(_int8_floats, 544, args, chunk, thread)
+    _multiply(_int8_floats, INT8_BLOCK_BYTES, args, chunk, thread)
 
 
 @kernel
 def _int4_by_floats(args: int, chunk: int, thread: int) -> None:
-    _multiply(_int4_floats, 320, args, chunk, thread)
+    _multiply(_int4_floats, INT4_BLOCK_BYTES, args, chunk, thread)
 
 
 @kernel
 def _int4_wide_by_floats(args: int, chunk: int, thread: int) -> None:
-    _multiply(_int4_wide_floats, 384, args, chunk, thread)
+    _multiply(_int4_wide_floats, INT4_WIDE_BLOCK_BYTES, args, chunk, thread)
 
 
 @kernel
 def _int8_by_integers(args: int, chunk: int, thread: int) -> None:
-    _multiply(_int8_integers, 544, args, chunk, thread)
+    _multiply(_int8_integers, INT8_BLOCK_BYTES, args, chunk, thread)
 
 
 @kernel
 def _int4_by_integers(args: int, chunk: int, thread: int) -> None:
-    _multiply(_int4_integers, 320, args, chunk, thread)
+    _multiply(_int4_integers, INT4_BLOCK_BYTES, args, chunk, thread)
 
 
 _BY_FLOATS: Final = {
@@ -309,13 +308,13 @@ def _run(
     job.raw_x, job.raw_x_bytes = raw_x, raw_x_bytes
     job.blocks, job.out, job.out_kind = blocks, out, out_kind
     job.num_rows, job.num_inputs, job.num_outputs = num_rows, num_inputs, num_outputs
-    job.num_groups = _parts(num_inputs, GROUP)
-    job.num_tiles = _parts(num_outputs, TILE)
-    job.tiles_per_chunk = _parts(job.num_tiles, max_chunks)
-    run_job(control, num_helpers, prepare_kernel, args, _parts(num_rows, PREPARED_ROWS))
+    job.num_groups = ceil_div(num_inputs, GROUP)
+    job.num_tiles = ceil_div(num_outputs, TILE)
+    job.tiles_per_chunk = ceil_div(job.num_tiles, max_chunks)
+    run_job(control, num_helpers, prepare_kernel, args, ceil_div(num_rows, PREPARED_ROWS))
     strips = min(PANEL_ROWS, PANEL_BYTES // (job.num_groups * job.x_bytes)) // MAX_ROWS
     job.panel_rows = max(1, strips) * MAX_ROWS
-    num_chunks = _parts(num_rows, job.panel_rows) * _parts(job.num_tiles, job.tiles_per_chunk)
+    num_chunks = ceil_div(num_rows, job.panel_rows) * ceil_div(job.num_tiles, job.tiles_per_chunk)
     run_job(control, num_helpers, multiply_kernel, args, num_chunks)
 
 

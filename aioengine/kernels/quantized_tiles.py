@@ -23,6 +23,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from aioengine.kernels.codegen import (
+    F16,
     F32,
     FEATURES,
     I8,
@@ -51,6 +52,20 @@ X_BYTES: Final = {True: 48, False: 4 * GROUP + 4}
 UNSIGNED: Final = 128
 """Is added to 8-bit codes where an instruction wants them unsigned; X_START takes it back."""
 
+
+def _codes_at(bits: int, scale: Any) -> int:
+    """Where in a block the codes begin: behind the scales and, with 4 bits, the minima."""
+    return TILE * bytes_of(scale) * (2 if bits == 4 else 1)
+
+
+def _block_bytes(bits: int, scale: Any) -> int:
+    return _codes_at(bits, scale) + TILE * GROUP * bits // 8
+
+
+INT8_BLOCK_BYTES: Final = _block_bytes(8, F16)
+INT4_BLOCK_BYTES: Final = _block_bytes(4, F16)
+INT4_WIDE_BLOCK_BYTES: Final = _block_bytes(4, F32)
+"""With float32 scales."""
 _AHEAD_BYTES: Final = 4096
 """Of what is being read, to where memory is asked for more. Without it, weights that are read for
 one row come at 60 % of the speed."""
@@ -76,8 +91,8 @@ class _Tile:
         self.by_integers = by_integers
         self.parts = range(TILE // code.lanes)
         self.scales_bytes = TILE * bytes_of(scale)
-        self.codes_at = self.scales_bytes * (2 if bits == 4 else 1)
-        self.block_bytes = self.codes_at + TILE * GROUP * bits // 8
+        self.codes_at = _codes_at(bits, scale)
+        self.block_bytes = _block_bytes(bits, scale)
 
     def plus(self, address: Any, num_bytes: int) -> Any:
         return self.builder.add(address, self.code.const(num_bytes))

@@ -34,7 +34,13 @@ from aioengine.kernels.codegen import (
     pointer,
     store_element,
 )
-from aioengine.kernels.quantized_tiles import GROUP, TILE
+from aioengine.kernels.quantized_tiles import (
+    GROUP,
+    INT4_BLOCK_BYTES,
+    INT4_WIDE_BLOCK_BYTES,
+    INT8_BLOCK_BYTES,
+    TILE,
+)
 from aioengine.kernels.team import Team
 
 KINDS: Final = (FLOAT32, BFLOAT16, FLOAT16)
@@ -278,17 +284,17 @@ _write_int4_wide: Final = _writer(4, F32)
 
 @kernel
 def _to_int8(args: int, chunk: int, thread: int) -> None:
-    _quantize(_write_int8, 544, args, chunk, thread)
+    _quantize(_write_int8, INT8_BLOCK_BYTES, args, chunk, thread)
 
 
 @kernel
 def _to_int4(args: int, chunk: int, thread: int) -> None:
-    _quantize(_write_int4, 320, args, chunk, thread)
+    _quantize(_write_int4, INT4_BLOCK_BYTES, args, chunk, thread)
 
 
 @kernel
 def _to_int4_wide(args: int, chunk: int, thread: int) -> None:
-    _quantize(_write_int4_wide, 384, args, chunk, thread)
+    _quantize(_write_int4_wide, INT4_WIDE_BLOCK_BYTES, args, chunk, thread)
 
 
 _KERNELS: Final = {(8, False): _to_int8, (4, False): _to_int4, (4, True): _to_int4_wide}

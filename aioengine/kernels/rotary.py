@@ -16,6 +16,7 @@ from aioengine.kernels.codegen import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    ceil_div,
     element_bytes,
     inlined,
     kernel,
@@ -118,7 +119,7 @@ def _run(
     job.positions, job.frequencies = positions, frequencies
     job.cos, job.sin = cos, sin
     job.num_tokens, job.num_frequencies = num_tokens, num_frequencies
-    num_chunks = (num_tokens + TOKENS_PER_CHUNK - 1) // TOKENS_PER_CHUNK
+    num_chunks = ceil_div(num_tokens, TOKENS_PER_CHUNK)
     run_job(control, num_helpers, kernel_address, args, num_chunks)
 
 
