@@ -15,7 +15,7 @@ from torch import Tensor
 from aioengine.layers.forward_batch import Attention, ForwardBatch, LayerCache, PagedInputs
 from aioengine.messages import PREV, SlotStep, StepPlan
 from aioengine.timeline.probe import Kind, Probe
-from aioengine.worker.decode_rows import DecodeRows
+from aioengine.worker.decode_rows import DecodeRows, LastIds
 from aioengine.worker.prompt_logprobs import PromptChunk, PromptWatch
 from aioengine.worker.sampler import SamplingBatch, SamplingRows
 from aioengine.worker.slot_tables import SlotTables
@@ -44,6 +44,8 @@ class StepInputs:
     token is such a one, in order."""
     sampled_slots_S: Tensor
     """int64: the slot that each sampled id belongs to."""
+    sampled_slots: NDArray[np.int64]
+    """The same on the host."""
     sampling: SamplingBatch | None
     """On the output rank."""
     prompt_chunks: tuple[PromptChunk, ...] = ()
@@ -83,8 +85,8 @@ class BatchBuilder:
         self._decoding: list[DecodeRows | None] = [None] * num_microbatches
         """What the staged inputs hold, where it can be advanced. The latest used stands last."""
 
-    def build(self, plan: StepPlan, last_ids: Callable[[], Tensor]) -> StepInputs:
-        """`last_ids` gives each slot's latest sampled id; called when the plan has a PREV."""
+    def build(self, plan: StepPlan, last_ids: LastIds) -> StepInputs:
+        """`last_ids` is called when the plan has a PREV."""
         if plan.new_slots:
             self._enter(plan)
         self._tables.extend(plan.steps)
@@ -119,7 +121,7 @@ class BatchBuilder:
         return 0
 
     def _advance(
-        self, rows: DecodeRows, steps: tuple[SlotStep, ...], last_ids: Callable[[], Tensor]
+        self, rows: DecodeRows, steps: tuple[SlotStep, ...], last_ids: LastIds
     ) -> StepInputs:
         """A step in which every row decodes."""
         paged = rows.advance(steps)
@@ -132,6 +134,7 @@ class BatchBuilder:
             ),
             sample_rows_S=None,
             sampled_slots_S=rows.slots_R,
+            sampled_slots=rows.host_slots,
             sampling=rows.sampling() if self._role.is_output else None,
         )
 
@@ -139,7 +142,7 @@ class BatchBuilder:
         self,
         staged: StagedInputs,
         plan_steps: tuple[SlotStep, ...],
-        last_ids: Callable[[], Tensor],
+        last_ids: LastIds,
     ) -> StepInputs:
         """A step of which at least one row has several tokens, or draws none."""
         steps = sorted(plan_steps, key=lambda step: len(step.token_ids) > 1)
@@ -169,6 +172,7 @@ class BatchBuilder:
             forward=forward,
             sample_rows_S=staged.sample_rows_S.send(row_ends[samples] - 1),
             sampled_slots_S=staged.slots_R.send(slots[samples]),
+            sampled_slots=slots[samples],
             sampling=sampling,
             prompt_chunks=self._prompts.chunks(steps, (row_ends - query_lens).tolist())
             if self._role.is_last
@@ -216,7 +220,7 @@ def _token_ids(
     staged: StagedInputs,
     steps: list[SlotStep],
     row_ends: NDArray[np.int64],
-    last_ids: Callable[[], Tensor],
+    last_ids: LastIds,
 ) -> Tensor:
     literal_T = np.fromiter(
         chain.from_iterable(step.token_ids for step in steps), np.int64, row_ends[-1]
@@ -225,6 +229,6 @@ def _token_ids(
     prev = np.flatnonzero(literal_T == PREV)  # in rows of one token, so row number = token
     if len(prev):
         slots = np.array([steps[row].slot for row in prev])
-        ids = last_ids().index_select(0, staged.prev_slots.send(slots))
+        ids = last_ids(slots).index_select(0, staged.prev_slots.send(slots))
         token_ids_T.index_copy_(0, staged.prev_tokens.send(prev), ids)
     return token_ids_T

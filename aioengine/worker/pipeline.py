@@ -8,7 +8,9 @@ are done. Both are bounded by the number of plans in flight, which the leader bo
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.dist.groups import GroupCoordinator, Transfer
@@ -102,7 +104,8 @@ class Feedback:
     id of every slot.
 
     The group holds exactly these ranks. Ids are received lazily, so that a stage does not wait for
-    the last one before a plan needs it.
+    the last one before a plan needs it: while that works on one microbatch's step, whose ids are to
+    come, this stage computes another's.
     """
 
     def __init__(
@@ -124,6 +127,9 @@ class Feedback:
             device=group.device,
         )
         self._num_posted = 0
+        self._num_received = 0
+        self._awaited = np.zeros(num_slots, np.int64)
+        """By slot: how many plans' ids are received when its latest is."""
         self._expected: deque[_Expected] = deque()
         self._sends = _Sends((max_plans_in_flight + 1) * group.world_size)
 
@@ -134,25 +140,30 @@ class Feedback:
             if target != self._source:
                 self._sends.add(self._group.isend(ids_S, target))
 
-    def expect(self, slots_S: Tensor) -> None:
-        """On the other ranks, in plan order: these slots' ids are to come."""
+    def expect(self, slots_S: Tensor, slots: NDArray[np.int64]) -> None:
+        """On the other ranks, in plan order: these slots' ids are to come. `slots` are the same on
+        the host."""
         if len(self._expected) == len(self._buffers):
             self._complete_oldest()
         buffer = self._buffers[self._num_posted % len(self._buffers), : len(slots_S)]
         self._num_posted += 1
+        self._awaited[slots] = self._num_posted
         transfer = self._group.irecv(buffer, self._source)
         self._expected.append(_Expected(slots_S.clone(), transfer))
 
-    def last_ids(self) -> Tensor:
-        """int64 [num_slots], up to date with every plan so far."""
-        while self._expected:
+    def last_ids(self, slots: NDArray[np.int64]) -> Tensor:
+        """int64 [num_slots]; for these slots up to date with every plan so far."""
+        awaited = self._awaited[slots].max()
+        while self._num_received < awaited:
             self._complete_oldest()
         return self._last_ids
 
     def close(self) -> None:
-        self.last_ids()
+        while self._expected:
+            self._complete_oldest()
         self._sends.finish()
 
     def _complete_oldest(self) -> None:
         expected = self._expected.popleft()
+        self._num_received += 1
         self._last_ids.index_copy_(0, expected.slots, expected.transfer.wait())

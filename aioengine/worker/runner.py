@@ -6,7 +6,9 @@ import socket
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aioengine.activity import Activity
@@ -414,7 +416,7 @@ class Worker:
         result = self._compute(seq, plan, inputs)
         num_sampled = len(inputs.sampled_slots_S)
         if plan.share_sampled and num_sampled and self._feedback and not self._role.is_output:
-            self._feedback.expect(inputs.sampled_slots_S)
+            self._feedback.expect(inputs.sampled_slots_S, inputs.sampled_slots)
         return result
 
     def _compute(self, seq: int, plan: StepPlan, inputs: StepInputs) -> StepResult | None:
@@ -463,9 +465,9 @@ class Worker:
         self._rules.record(sampling, draws.ids_R)
         return self._sampler.report(logits_SV, processed_SV, draws, sampling)
 
-    def _last_ids(self) -> Tensor:
+    def _last_ids(self, slots: NDArray[np.int64]) -> Tensor:
         assert self._feedback is not None
-        return self._feedback.last_ids()
+        return self._feedback.last_ids(slots)
 
 
 @rpc_method

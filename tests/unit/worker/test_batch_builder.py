@@ -1,10 +1,11 @@
 """What BatchBuilder makes of plans, read back from the tensors of a stage's inputs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from support.plans import GREEDY, ScriptedRequest
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from aioengine.layers.forward_batch import PagedInputs
 from aioengine.messages import PREV, SlotParams, StepPlan
 from aioengine.worker import decode_rows
 from aioengine.worker.batch import BatchBuilder, Role
+from aioengine.worker.decode_rows import LastIds
 
 BLOCK_SIZE = 4
 ALL_ROLES = Role(is_first=True, is_last=True, is_output=True)
@@ -42,12 +44,12 @@ def request(slot: int, first_block: int, params: SlotParams = GREEDY) -> Scripte
     return ScriptedRequest(slot, 1, params, first_block, BLOCK_SIZE)
 
 
-def unused() -> Tensor:
+def unused(slots: NDArray[np.int64]) -> Tensor:
     raise AssertionError("no PREV in this plan")
 
 
-def ids_of(*values: int) -> Callable[[], Tensor]:
-    return lambda: torch.tensor(values)
+def ids_of(*values: int) -> LastIds:
+    return lambda slots: torch.tensor(values)
 
 
 def test_rows_of_one_token_come_first() -> None:
