@@ -169,7 +169,7 @@ class Client:
     def __init__(self, target: Target, timeout_s: float) -> None:
         """`timeout_s` is for each whole request."""
         self.target = target
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._idle: list[Connection] = []
         self._tls = ssl.create_default_context() if target.is_tls else None
 
@@ -185,7 +185,7 @@ class Client:
         """The answer, whole or broken. Raises RequestError when there was no connection."""
         answer = Answer()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 while connection := self._pop_idle():
                     answer = await self._exchange_on(connection, payload)
                     if answer.status or not answer.broken:
@@ -193,7 +193,7 @@ class Client:
                     # The server closed an idle connection just then, as it may.
                 return await self._exchange_on(await self._connect(), payload)
         except TimeoutError:
-            raise RequestError(f"no complete answer within {self._timeout_s:g} s") from None
+            raise RequestError(f"no complete answer within {self.timeout_s:g} s") from None
 
     def close(self) -> None:
         while self._idle:

@@ -28,17 +28,23 @@ async def reading_beside(
     """Each asks once, and hangs up at the end. Raises EngineError when one is not served."""
     long = dataclasses.replace(work, is_streamed=True, fields={**work.fields, "n": NUM_CHOICES})
     jobs = make_jobs(server, long, num_readers, f"readers {round_name}", 0)
-    target = server.client.target
-    streams = [await _ask(target, job.payload, BUFFER_BYTES if slowly else None) for job in jobs]
-    try:
+    client, buffer_bytes = server.client, BUFFER_BYTES if slowly else None
+    with contextlib.ExitStack() as connections:
+        readers = []
+        for job in jobs:
+            try:
+                async with asyncio.timeout(client.timeout_s):
+                    reader, writer = await _ask(client.target, job.payload, buffer_bytes)
+            except TimeoutError:
+                waited = f"no answer to a slow reader within {client.timeout_s:g} s"
+                raise EngineError(f"{client.target.url}: {waited}") from None
+            connections.callback(writer.transport.abort)
+            readers.append(reader)
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(_read(reader, slowly)) for reader, _ in streams]
+            running = [tasks.create_task(_read(reader, slowly)) for reader in readers]
             yield
             for task in running:
                 task.cancel()
-    finally:
-        for _, writer in streams:
-            writer.transport.abort()
 
 
 async def _ask(
