@@ -172,14 +172,14 @@ def begin_recording(worker: Any) -> None:
     _here.recorder.begin()
 
 
-def end_recording(worker: Any, num_streams: int, num_stages: int) -> dict[str, Any]:
+def end_recording(worker: Any, num_streams: int, num_microbatches: int) -> dict[str, Any]:
     """This rank's share of the steps in which all streams decoded."""
     assert _here.recorder is not None
     recorded = _here.recorder.result()
     _here.recorder.end()
     if recorded.error:
         raise EngineError(recorded.error)
-    steps = steady_decodes(recorded.steps, num_streams, num_stages)
+    steps = steady_decodes(recorded.steps, num_streams, num_microbatches)
     share = breakdown(recorded, steps)
     return {
         "rank": worker.rank,
@@ -222,7 +222,8 @@ class _Round(NamedTuple):
 
 
 async def _measure(engine: AsyncEngine, plan: Plan, shape: Shape) -> Measured:
-    num_streams, num_stages = shape.num_streams, plan.config.pipeline_parallel_size
+    num_streams = shape.num_streams
+    num_microbatches = min(plan.config.pipeline_parallel_size, num_streams)
     prompts = random_prompts(plan.config.seed, plan.prompt_ids, [shape.input_len] * num_streams)
     output_lens = [plan.output_len] * num_streams
     await generate_all(engine, prompts, [WARM_UP_TOKENS] * num_streams)
@@ -232,7 +233,7 @@ async def _measure(engine: AsyncEngine, plan: Plan, shape: Shape) -> Measured:
         before_s = sum(await engine.collective_rpc(device_cpu_s))
         await generate_all(engine, prompts, output_lens)
         cpu_s = sum(await engine.collective_rpc(device_cpu_s)) - before_s
-        return _Round(_period_ms(take_steps(), num_streams, num_stages), cpu_s)
+        return _Round(_period_ms(take_steps(), num_streams, num_microbatches), cpu_s)
 
     plain: list[_Round] = []
     recorded: list[_Round] = []
@@ -241,12 +242,12 @@ async def _measure(engine: AsyncEngine, plan: Plan, shape: Shape) -> Measured:
         plain.append(await generate())
         await engine.collective_rpc(begin_recording)
         recorded.append(await generate())
-        shares += await engine.collective_rpc(end_recording, (num_streams, num_stages))
+        shares += await engine.collective_rpc(end_recording, (num_streams, num_microbatches))
     return Measured(
         num_streams=num_streams,
         input_len=shape.input_len,
         output_len=plan.output_len,
-        num_stages=num_stages,
+        num_microbatches=num_microbatches,
         replica=engine.coords.dp,
         step_ms=statistics.median(each.step_ms for each in plain),
         recorded_step_ms=statistics.median(each.step_ms for each in recorded),
@@ -263,14 +264,14 @@ def _cost(plain: Sequence[float], recorded: Sequence[float]) -> float:
     )
 
 
-def _period_ms(steps: Sequence[Step], num_streams: int, num_stages: int) -> float:
+def _period_ms(steps: Sequence[Step], num_streams: int, num_microbatches: int) -> float:
     """The median time between the results of two steps in which all streams decode; 0 if there are
-    none. Stages take turns, so a period is what so many steps take, divided."""
-    ended_s = [step.ended_s for step in steady_decodes(steps, num_streams, num_stages)]
+    none. Microbatches take turns, so a period is what so many steps take, divided."""
+    ended_s = [step.ended_s for step in steady_decodes(steps, num_streams, num_microbatches)]
     turns_s = [
-        later - earlier for earlier, later in zip(ended_s, ended_s[num_stages:], strict=False)
+        later - earlier for earlier, later in zip(ended_s, ended_s[num_microbatches:], strict=False)
     ]
-    return statistics.median(turns_s) / num_stages * 1e3 if turns_s else 0.0
+    return statistics.median(turns_s) / num_microbatches * 1e3 if turns_s else 0.0
 
 
 def _by_rank(shares: Sequence[dict[str, Any]]) -> list[RankShare]:

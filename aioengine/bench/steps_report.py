@@ -33,7 +33,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     num_streams: int
     input_len: int
     output_len: int
-    num_stages: int
+    num_microbatches: int
     replica: int
     step_ms: float
     """Median, while nothing is recorded; 0 when no two adjacent steps had all streams."""
@@ -46,7 +46,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_streams / self.num_stages / self.step_ms * 1e3 if self.step_ms else 0.0
+        return (
+            self.num_streams / self.num_microbatches / self.step_ms * 1e3 if self.step_ms else 0.0
+        )
 
     @property
     def leader(self) -> Breakdown:

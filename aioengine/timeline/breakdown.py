@@ -155,19 +155,19 @@ SomeStep = TypeVar("SomeStep", bound=Decoding)
 
 
 def steady_decodes(
-    steps: Sequence[SomeStep], num_streams: int, num_stages: int
+    steps: Sequence[SomeStep], num_streams: int, num_microbatches: int
 ) -> Sequence[SomeStep]:
-    """The longest run of steps in which all streams get a token in every `num_stages` steps."""
+    """The longest run of steps of which every `num_microbatches` give each stream a token."""
     best: Sequence[SomeStep] = ()
     first = 0
     for last, step in enumerate(steps):
         if not step.is_decode:
             first = last + 1
-        elif last - first + 1 >= num_stages:
-            recent = steps[last - num_stages + 1 : last + 1]
+        elif last - first + 1 >= num_microbatches:
+            recent = steps[last - num_microbatches + 1 : last + 1]
             if sum(each.num_requests for each in recent) != num_streams:
-                first = last - num_stages + 2
-        if last + 1 - first > max(len(best), num_stages - 1):
+                first = last - num_microbatches + 2
+        if last + 1 - first > max(len(best), num_microbatches - 1):
             best = steps[first : last + 1]
     return best
 

@@ -91,7 +91,7 @@ def decodes(*requests: int) -> list[StepNote]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "num_streams", "num_stages", "steady"),
+    ("steps", "num_streams", "num_microbatches", "steady"),
     [
         (decodes(-4, -4, 4, 4, 4, 3, 3), 4, 1, [2, 3, 4]),
         (decodes(4, 4, -1, 4, 4, 4, 2), 4, 1, [3, 4, 5]),
@@ -103,6 +103,6 @@ def decodes(*requests: int) -> list[StepNote]:
     ],
 )
 def test_steps_in_which_all_streams_decode(
-    steps: list[StepNote], num_streams: int, num_stages: int, steady: list[int]
+    steps: list[StepNote], num_streams: int, num_microbatches: int, steady: list[int]
 ) -> None:
-    assert sizes(steady_decodes(steps, num_streams, num_stages)) == steady
+    assert sizes(steady_decodes(steps, num_streams, num_microbatches)) == steady
