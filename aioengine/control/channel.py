@@ -6,7 +6,9 @@ the number of plans in flight, and a peer that stops reading is cut off at `MAX_
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +22,7 @@ HEADER_BYTES: Final = 4
 MAX_UNREAD_BYTES: Final = 256 * 2**20
 MAX_EARLY_FRAMES: Final = 64
 """Before `start`: a handshake's messages and the first few of the role."""
+READ_BYTES: Final = 2**16
 encode = msgspec.msgpack.Encoder().encode
 
 OnMessage = Callable[[Any], None]
@@ -60,6 +63,8 @@ class Connection(asyncio.Protocol):
         self.peer = "?"
         self._on_open = on_open
         self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
+        """The transport's socket once more, to read what came before a write failed."""
         self._buffer = bytearray()
         self._frames: deque[bytes] = deque()  # before start: a handshake's few frames
         self._arrived = asyncio.Event()
@@ -82,6 +87,7 @@ class Connection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket = socket.socket(fileno=os.dup(sock.fileno()))
         if self._on_open is not None:
             self._on_open(self)
 
@@ -107,6 +113,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._writable.set()
+        self._read_rest()
         self._finish(f"connection closed ({exc})" if exc else "connection closed")
 
     def pause_writing(self) -> None:
@@ -173,6 +180,21 @@ class Connection(asyncio.Protocol):
         self._fail("ended by this side")
 
     # --- internals
+
+    def _read_rest(self) -> None:
+        """Take what the other side said before it hung up.
+
+        A transport whose write fails reads no more, but the kernel still has what came before the
+        reset: a Shutdown, or the cause of a failure.
+        """
+        if self._socket is None:
+            return
+        with self._socket, contextlib.suppress(OSError):
+            while self._closed_reason is None:
+                data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
+                if not data:
+                    break
+                self.data_received(data)
 
     def _take(self, body: bytes) -> None:
         if self._deliver is not None:

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import socket
+import struct
 
 import msgspec
 import pytest
-from support.connections import MAX_FRAME_BYTES, connected, raw_dial
+from support.connections import HOST, MAX_FRAME_BYTES, connected, raw_dial
 from support.mailbox import Mailbox, settle
 
 from aioengine.control import channel
@@ -205,6 +206,23 @@ async def test_a_killed_process_counts_as_closed() -> None:
         assert (await inbox.until_closed()).startswith("connection closed")
         accepted.send(Shutdown())  # harmless
         await accepted.flush()
+
+
+async def test_what_came_before_the_end_is_delivered_though_a_write_fails_first() -> None:
+    """A process that says Shutdown and leaves without reading the rest resets the connection."""
+    loop = asyncio.get_running_loop()
+    with socket.create_server((HOST, 0)) as server:
+        _, connection = await loop.create_connection(
+            lambda: Connection(MAX_FRAME_BYTES), *server.getsockname()
+        )
+        inbox = Mailbox(connection, FrontEndCommand)
+        other, _ = server.accept()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.sendall(WIRE)
+        other.close()
+        connection.send(Shutdown())  # fails before the loop reads
+        assert (await inbox.until_closed()).startswith("connection closed")
+        assert inbox.messages == MESSAGES
 
 
 async def test_receive_raises_when_the_other_side_closes() -> None:
