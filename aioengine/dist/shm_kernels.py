@@ -40,6 +40,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from aioengine.kernels.atomics import load_acquire, relax, store_release
+from aioengine.kernels.clock import now, sched_yield
 from aioengine.kernels.codegen import (
     F16,
     F32,
@@ -97,7 +98,6 @@ _PART_ALIGNMENT: Final = 128
 _PAUSES: Final = 50  # 1 µs
 _MIN_SLEEP_NS: Final = 5_000
 _MAX_SLEEP_NS: Final = 1_000_000
-_CLOCK_MONOTONIC: Final = 1
 _PR_SET_TIMERSLACK: Final = 29
 
 _TYPES: Final = {  # in memory, when added up, and bytes of an element
@@ -107,8 +107,6 @@ _TYPES: Final = {  # in memory, when added up, and bytes of an element
     INT32: (I32, I32, 4),
     INT64: (I64, I64, 8),
 }
-_sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
-_clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _ppoll: Any = types.ExternalFunction("ppoll", types.int32(*(types.int64,) * 4))
 _prctl: Any = types.ExternalFunction("prctl", types.int32(types.int32, types.int64))
 _memcpy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
@@ -226,21 +224,14 @@ def _look_around(context: Any, tick: int) -> int:
 
 
 @inlined
-def _now(context: Any) -> int:
-    _clock_gettime(_CLOCK_MONOTONIC, context.clock)
-    timespec = carray(pointer(context.clock), 2, np.int64)
-    return timespec[0] * 1_000_000_000 + timespec[1]
-
-
-@inlined
 def _wait_for_all(context: Any, tick: int) -> int:
     """The slow part of waiting: the processor is offered for `awake_ns`, then this sleeps, for an
     eighth of the time waited."""
-    started, waited = _now(context), 0
+    started, waited = now(context.clock), 0
     _prctl(_PR_SET_TIMERSLACK, 1)  # this thread's; without it a sleep takes 50 µs more
     while True:
         if waited < context.awake_ns:
-            _sched_yield()
+            sched_yield()
         else:
             timespec = carray(pointer(context.clock), 2, np.int64)
             timespec[0] = 0
@@ -249,7 +240,7 @@ def _wait_for_all(context: Any, tick: int) -> int:
         status = _look_around(context, tick)
         if status != _WAITING:
             return status
-        waited = _now(context) - started
+        waited = now(context.clock) - started
         if waited > context.timeout_ns:
             return LATE
 

@@ -1,4 +1,4 @@
-"""The clock, for compiled functions."""
+"""The clock, and the processor offered to others, for compiled functions."""
 
 from typing import Any, Final
 
@@ -10,6 +10,7 @@ from aioengine.kernels.codegen import inlined, pointer
 _CLOCK_MONOTONIC: Final = 1
 
 _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 
 
 @inlined

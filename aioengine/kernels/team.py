@@ -39,7 +39,7 @@ from aioengine.kernels.atomics import (
     replace,
     store_release,
 )
-from aioengine.kernels.clock import now
+from aioengine.kernels.clock import now, sched_yield
 from aioengine.kernels.codegen import I64, entry, inlined, pointer
 from aioengine.kernels.programs import Op, Program
 
@@ -61,7 +61,6 @@ _JOIN_S: Final = 2.0
 _PAUSES_PER_LOOK: Final = 32
 """At the clock, which costs as much as a pause."""
 
-_sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 _read: Any = types.ExternalFunction("read", types.int64(types.int32, types.int64, types.int64))
 _write: Any = types.ExternalFunction("write", types.int64(types.int32, types.int64, types.int64))
 
@@ -127,7 +126,7 @@ def _run(control: int, num_helpers: int, kernel: int, args: int, num_chunks: int
                 relax()
             started = started or now(control + _CLOCK)
         else:
-            _sched_yield()
+            sched_yield()
 
 
 @entry
@@ -173,7 +172,7 @@ def _help(control: int, thread: int) -> None:
                     break
                 relax()
         elif idle < AWAKE_NS:
-            _sched_yield()
+            sched_yield()
         else:
             _sleep(control, line)
             idle_since = now(line + _SCRATCH)
