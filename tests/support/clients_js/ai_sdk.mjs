@@ -1,7 +1,7 @@
 // Users' calls of the `ai` package with the provider `@ai-sdk/openai-compatible`.
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { Output, embed, generateText, jsonSchema, streamText, tool } from "ai";
-import { numRunning, waitRunning } from "./server.mjs";
+import { numAborted, numRunning, waitRunning } from "./server.mjs";
 
 const SCHEMA = jsonSchema({
   type: "object",
@@ -88,6 +88,7 @@ export async function embedding({ model, ...server }) {
 }
 
 export async function leaveStream({ settings, ...asked }) {
+  const before = await numAborted(asked.url);
   const controller = new AbortController();
   const abortSignal = controller.signal;
   const result = streamText({ model: languageModel(asked), ...settings, abortSignal });
@@ -101,7 +102,7 @@ export async function leaveStream({ settings, ...asked }) {
     }
   }
   await waitRunning(asked.url, 0);
-  return { ran, last: kinds.at(-1) };
+  return { ran, aborted: (await numAborted(asked.url)) - before, last: kinds.at(-1) };
 }
 
 // A stream takes all the room; a second request is refused, and repeated once the stream has left.

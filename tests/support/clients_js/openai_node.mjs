@@ -1,6 +1,6 @@
 // Users' calls of the `openai` package. `route` is "chat" or "completions".
 import OpenAI from "openai";
-import { numRunning, waitRunning } from "./server.mjs";
+import { numAborted, numRunning, waitRunning } from "./server.mjs";
 
 function client({ url, apiKey }, options = {}) {
   return new OpenAI({ baseURL: `${url}/v1`, apiKey, maxRetries: 0, ...options });
@@ -75,6 +75,7 @@ export async function failure({ method, args, ...server }) {
 
 // `leave` tells how a user leaves a stream early.
 export async function leaveStream({ leave, body, ...server }) {
+  const before = await numAborted(server.url);
   const controller = new AbortController();
   const { signal } = controller;
   const asked = { model: server.model, ...body, stream: true };
@@ -92,15 +93,16 @@ export async function leaveStream({ leave, body, ...server }) {
     if (leaving[leave]()) break;
   }
   await waitRunning(server.url, 0);
-  return { ran, numChunks };
+  return { ran, aborted: (await numAborted(server.url)) - before };
 }
 
 export async function timeOut({ body, ...server }) {
+  const before = await numAborted(server.url);
   try {
     await resource(server, { timeout: 500 }).create({ model: server.model, ...body });
   } catch (error) {
     await waitRunning(server.url, 0);
-    return described(error);
+    return { name: error.constructor.name, aborted: (await numAborted(server.url)) - before };
   }
   throw new Error("no time-out");
 }

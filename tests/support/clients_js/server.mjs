@@ -1,12 +1,23 @@
-// What scripts ask the server without a client.
+// What scripts ask the server without a client: sums of its metrics over engines.
 
-// The number of choices that it computes, by its own metrics.
-export async function numRunning(url) {
+async function figure(url, name, label = "") {
   const metrics = await (await fetch(`${url}/metrics`)).text();
-  return Number(/^aioengine:num_requests_running\{.*\} (\S+)$/m.exec(metrics)[1]);
+  const samples = metrics.split("\n").filter((line) => line.startsWith(`aioengine:${name}{`));
+  const values = samples.filter((line) => line.includes(label)).map((line) => line.split(" ").at(-1));
+  return values.reduce((sum, value) => sum + Number(value), 0);
 }
 
-// Scrapes until that many run.
+// Choices that are computed.
+export function numRunning(url) {
+  return figure(url, "num_requests_running");
+}
+
+// Choices that ended because their client left.
+export function numAborted(url) {
+  return figure(url, "request_success_total", 'finished_reason="abort"');
+}
+
+// Scrapes until that many choices run.
 export async function waitRunning(url, wanted) {
   const deadline = Date.now() + 60_000;
   let found = await numRunning(url);
