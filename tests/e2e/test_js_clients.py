@@ -152,6 +152,22 @@ def test_the_helper_that_puts_chunks_together(openai_node: JsClient, server: Ser
     assert found["usage"]["completion_tokens"] == wanted["usage"]["completion_tokens"]
 
 
+def test_answers_go_back_as_messages(openai_node: JsClient, server: Server) -> None:
+    """Users append what they got, whole or put together from chunks, and ask on."""
+    body = {**PROMPTS["chat"], **GREEDY}
+    wanted = server.whole("chat", followed_up(server.whole("chat", body)))
+    whole = openai_node.call("create", route="chat", body=body)
+    streamed = openai_node.call("streamHelper", body=body)["completion"]
+    for answer in (whole, streamed):
+        found = openai_node.call("create", route="chat", body=followed_up(answer))
+        assert outcome(found) == outcome(wanted)
+
+
+def followed_up(answer: dict[str, Any]) -> dict[str, Any]:
+    message = answer["choices"][0]["message"]
+    return {**GREEDY, "messages": [*QUESTION, message, {"role": "user", "content": "Why?"}]}
+
+
 def test_models(openai_node: JsClient, server: Server) -> None:
     found = openai_node.call("models")
     assert found["listed"] == [server.model]
