@@ -176,6 +176,8 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="report"):
 
     deltas: tuple[RequestDelta, ...]
     stats: LoadStats
+    admitted: tuple[str, ...] = ()
+    """Ids of its requests that have just got their first slot: they wait no more."""
 
 
 class RankInfo(msgspec.Struct, frozen=True):

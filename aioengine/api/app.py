@@ -14,6 +14,7 @@ from aioengine.api.completions import completions
 from aioengine.api.context import API, Api
 from aioengine.api.errors import ApiError, invalid
 from aioengine.api.handlers import Handler, route_of
+from aioengine.api.metrics import HTTP_METRICS, HttpMetrics, count_requests, metrics
 from aioengine.api.openapi import openapi
 from aioengine.api.request_log import REQUEST_ID, add_headers, name_and_log
 from aioengine.frontend.sampling import InvalidFieldError
@@ -29,6 +30,7 @@ def build_app(api: Api) -> web.Application:
     app = web.Application(
         client_max_size=limits.MAX_BODY_BYTES,
         middlewares=[
+            count_requests,
             name_and_log,
             shape_errors,
             answer_preflight,
@@ -49,7 +51,7 @@ def build_app(api: Api) -> web.Application:
             web.get(f"{root}/health", status.health),
             web.get(f"{root}/version", status.server_version),
             web.get(f"{root}/server_info", status.server_info),
-            web.get(f"{root}/metrics", status.metrics),
+            web.get(f"{root}/metrics", metrics),
             web.get(f"{root}/openapi.json", openapi),
             web.get(f"{root}/tokenizer_info", status.tokenizer_info),
             web.get(f"{root}/v1/models", status.models),
@@ -65,6 +67,8 @@ def build_app(api: Api) -> web.Application:
             web.get(f"{root}/trace/steps", trace.steps),
         ]
     )
+    routes = (resource.canonical.removeprefix(root) for resource in app.router.resources())
+    app[HTTP_METRICS] = HttpMetrics(routes)
     return app
 
 
@@ -74,6 +78,7 @@ async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResp
     try:
         return await handler(request)
     except ApiError as error:
+        request.app[HTTP_METRICS].count_refusal(error)
         return error.response()
     except InvalidFieldError as error:
         return invalid(str(error), error.field, error.code).response()

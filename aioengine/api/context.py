@@ -48,7 +48,7 @@ class Api:
             self.front_end.check_admission(num_choices)
         except UnavailableError as error:
             raise ApiError(
-                503, str(error), code="overloaded", retry_after_s=error.retry_after_s
+                503, str(error), code=error.code, retry_after_s=error.retry_after_s
             ) from None
 
     def served_as(self, name: str | None) -> ServedModel:

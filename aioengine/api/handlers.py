@@ -1,10 +1,14 @@
 """What a handler is, and which route it serves."""
 
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from aiohttp import web
 
 from aioengine.api.context import API
+
+PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+"""Asked every few seconds by machines."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

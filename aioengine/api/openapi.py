@@ -18,6 +18,7 @@ from aioengine.api.chat import chat_completions
 from aioengine.api.completions import completions
 from aioengine.api.context import API, Api
 from aioengine.api.handlers import Handler
+from aioengine.api.metrics import metrics
 from aioengine.api.outputs import json_response
 from aioengine.frontend.sampling import TokenId
 from aioengine.frontend.text import ServedModel
@@ -55,7 +56,7 @@ OPERATIONS: Final[dict[Handler, Operation]] = {
     status.health: Operation(answer=answers.Status, unready=answers.Status),
     status.server_version: Operation(answer=answers.Version),
     status.server_info: Operation(answer=dict[str, Any]),
-    status.metrics: Operation(answer=str),
+    metrics: Operation(answer=str),
     status.models: Operation(answer=answers.ModelList),
     status.one_model: Operation(answer=answers.ModelCard),
     status.tokenizer_info: Operation(answer=answers.TokenizerInfo),

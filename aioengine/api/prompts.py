@@ -85,7 +85,9 @@ def start_generation(api: Api, request: web.Request, specs: list[ChoiceSpec]) ->
     try:
         generation = api.front_end.generate(specs, None if pin is None else int(pin))
     except UnavailableError as error:
-        raise ApiError(503, str(error), retry_after_s=error.retry_after_s) from None
+        raise ApiError(
+            503, str(error), code=error.code, retry_after_s=error.retry_after_s
+        ) from None
     except ValueError as error:
         raise invalid(str(error)) from None
     request[GENERATION] = generation

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from aioengine.api.access import origin_headers
 from aioengine.api.context import API, GENERATION, Api
-from aioengine.api.handlers import Handler, route_of
+from aioengine.api.handlers import PROBES, Handler, route_of
 from aioengine.frontend.records import Generation
 
 log = logging.getLogger(__name__)
@@ -26,8 +26,6 @@ MAX_PATH_CHARS: Final = 200
 MAX_ERROR_CHARS: Final = 200
 CLIENT_LEFT: Final = 499
 """In the log, in place of a status: nobody was there to be answered."""
-PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
-"""Asked every few seconds by machines; in the log only when they fail."""
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -10,6 +10,8 @@ from typing import Final
 import msgspec
 from aiohttp import hdrs, web
 
+from aioengine.api.metrics import HTTP_METRICS
+
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
@@ -69,7 +71,12 @@ class EventStream:
 
     async def drain(self) -> None:
         """Return once the client has read most of what was written. Raises ConnectionError."""
-        await self._request.writer.drain()
+        figures = self._request.app[HTTP_METRICS]
+        figures.num_slow_readers += 1
+        try:
+            await self._request.writer.drain()
+        finally:
+            figures.num_slow_readers -= 1
 
     async def close(self, events: Iterable[bytes] = ()) -> None:
         self.write_nowait([*events, DONE])

@@ -1,4 +1,4 @@
-"""Health, readiness, versions, the rank grid, models and metrics."""
+"""Health, readiness, versions, the rank grid and models."""
 
 from dataclasses import asdict
 from importlib.metadata import version
@@ -105,8 +105,7 @@ async def server_info(request: web.Request) -> web.Response:
 
 
 def _replica(replica: Replica) -> dict[str, Any]:
-    state = "failed" if replica.failed_cause else "ready" if replica.ready else "starting"
-    stats, ready = replica.stats, replica.ready
+    state, stats, ready = replica.state, replica.stats, replica.ready
     return {
         "dp_rank": replica.dp_rank,
         "state": state,
@@ -129,10 +128,3 @@ def _replica(replica: Replica) -> dict[str, Any]:
             for info in (ready.ranks if ready else ())
         ],
     }
-
-
-async def metrics(request: web.Request) -> web.Response:
-    body = request.app[API].front_end.metrics.render()
-    return web.Response(
-        body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-    )

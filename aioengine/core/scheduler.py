@@ -90,6 +90,7 @@ class Scheduler:
         self._epochs = count(1)
         self._num_plans = 0
         """Empty ones, which are not sent, do not count."""
+        self._admitted: list[Key] = []
         self._num_preemptions = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
@@ -230,6 +231,8 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, request: Request, cached: list[int]) -> None:
         self._waiting.discard(request)
+        if not request.epoch:
+            self._admitted.append(request.key)
         slot = heapq.heappop(self._free_slots)
         self._running[slot] = request
         self._pool.hold(cached)
@@ -393,6 +396,11 @@ class Scheduler:
         request.leave()
 
     # --- observation ----------------------------------------------------------------------------
+
+    def take_admitted(self) -> list[Key]:
+        """Requests that got their first slot since the last call; some may have left meanwhile."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
 
     def stats(self) -> LoadStats:
         return LoadStats(

@@ -460,7 +460,9 @@ class Leader:
         stats = self._scheduler.stats()
         is_news = stats != self._last_stats
         self._last_stats = stats
+        admitted = self._scheduler.take_admitted()
         for source, deltas in self._deltas.items():
-            if deltas or is_news:
-                self._front_ends[source].send(StepReport(tuple(deltas), stats))
+            ids = tuple([request_id for key, request_id in admitted if key == source])
+            if deltas or ids or is_news:
+                self._front_ends[source].send(StepReport(tuple(deltas), stats, ids))
                 deltas.clear()

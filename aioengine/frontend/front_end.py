@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 from aioengine.control.channel import Link
 from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
@@ -20,6 +20,7 @@ from aioengine.frontend.metrics import EngineMetrics, Metrics
 from aioengine.frontend.records import Choice, ChoiceSpec, Generation
 from aioengine.frontend.replica_calls import MakeCommand, ReplicaCalls
 from aioengine.frontend.router import Router
+from aioengine.frontend.states import Health, Refusal, ReplicaState
 from aioengine.messages import (
     Abort,
     AddRequest,
@@ -42,18 +43,19 @@ log = logging.getLogger(__name__)
 FAREWELL_S = 2.0
 """For the last message to every leader; one may be frozen."""
 
-Health = Literal["starting", "ok", "degraded", "draining", "failed"]
-
 
 class UnavailableError(Exception):
-    """No new work is taken right now: starting, draining, overloaded, or no replica left.
+    """No new work is taken right now; `code` says why in a word.
 
     `retry_after_s` is None where nobody knows when it will be.
     """
 
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, retry_after_s: float | None = None, code: Refusal = "failed"
+    ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.code: Refusal = code
 
 
 @dataclass(slots=True)
@@ -80,8 +82,12 @@ class Replica:
         return self.metrics.stats
 
     @property
+    def state(self) -> ReplicaState:
+        return "failed" if self.failed_cause else "ready" if self.ready else "starting"
+
+    @property
     def is_serving(self) -> bool:
-        return self.ready is not None and self.failed_cause is None
+        return self.state == "ready"
 
 
 class FrontEnd:
@@ -99,7 +105,12 @@ class FrontEnd:
         restart_count: int = 0,
     ) -> None:
         self.restart_count = restart_count
-        self.metrics = EngineMetrics(len(leaders), restart_count)
+        self.metrics = EngineMetrics(
+            len(leaders),
+            lambda: self.health,
+            lambda: [replica.state for replica in self.replicas],
+            restart_count,
+        )
         self.replicas = [
             Replica(dp_rank, link, leader, self.metrics.by_replica[dp_rank])
             for dp_rank, (link, leader) in enumerate(leaders)
@@ -189,7 +200,8 @@ class FrontEnd:
             choice = Choice(f"{self._name}-{next(self._ids)}", index, spec, metrics)
             generation.choices.append(choice)
             replica.live[choice.request_id] = (choice, generation)
-            metrics.accepted(len(spec.prompt_ids))
+            if not spec.params.choice_index:
+                metrics.accepted(len(spec.prompt_ids))
             replica.link.send(
                 AddRequest(
                     request_id=choice.request_id,
@@ -230,13 +242,14 @@ class FrontEnd:
         health = self.health
         if health in ("starting", "draining"):
             cause = f" ({self.drain_cause})" if self.drain_cause else ""
-            raise UnavailableError(f"the server is {health}{cause}", self.retry_after_s)
+            raise UnavailableError(f"the server is {health}{cause}", self.retry_after_s, health)
         if health == "failed":
             raise UnavailableError("; ".join(self.causes))
         if self.num_live + num_choices > self._max_concurrent:
             raise UnavailableError(
                 f"{self.num_live} requests are in flight, the limit is "
-                f"--max-concurrent-requests {self._max_concurrent}"
+                f"--max-concurrent-requests {self._max_concurrent}",
+                code="overloaded",
             )
 
     def _check_walltime(self, specs: list[ChoiceSpec]) -> None:
@@ -250,6 +263,7 @@ class FrontEnd:
             f"{self._walltime.cause}; {asked} tokens take about {expected_s:.0f} s at present, "
             f"{left_s:.0f} s are left",
             self._walltime.until_end_s,
+            "walltime",
         )
 
     def _place(self, dp_rank: int | None) -> Replica:
@@ -305,8 +319,8 @@ class FrontEnd:
             return
         self._beats.heard(replica.dp_rank)
         match event:
-            case StepReport(deltas=deltas, stats=stats):
-                self._take_deltas(replica, deltas)
+            case StepReport(deltas=deltas, stats=stats, admitted=admitted):
+                self._take_deltas(replica, deltas, admitted)
                 replica.metrics.stats = stats
             case ReplicaReady():
                 replica.ready = event
@@ -326,9 +340,14 @@ class FrontEnd:
             case _:
                 assert_never(event)
 
-    def _take_deltas(self, replica: Replica, deltas: Sequence[RequestDelta]) -> None:
+    def _take_deltas(
+        self, replica: Replica, deltas: Sequence[RequestDelta], admitted: Sequence[str]
+    ) -> None:
         """What one step brought; every reader hears of it once."""
         now = time.monotonic()
+        for request_id in admitted:
+            if (entry := replica.live.get(request_id)) is not None:
+                entry[0].admit(now)
         awake: dict[Generation, None] = {}
         for delta in deltas:
             entry = replica.live.get(delta.request_id)

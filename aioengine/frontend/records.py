@@ -86,11 +86,17 @@ class Choice:
         self.error: str | None = None
         self._metrics = metrics
         self._arrived = time.monotonic()
+        self._admitted = self._arrived
         self._last_token = self._arrived
         self._unread = Update(index, [spec.echo] if spec.echo else [])
         self._num_with_text = 0
         """Of the unread ids, from the first on."""
         self._has_news = False
+
+    def admit(self, now: float) -> None:
+        """It has waited for its first slot until `now`."""
+        self._admitted = now
+        self._metrics.admitted(now - self._arrived)
 
     def push(self, delta: RequestDelta, now: float) -> bool:
         """Take a delta that came at `now` (monotonic); True when a stop string ended the choice and
@@ -109,11 +115,11 @@ class Choice:
         if not delta.token_ids and delta.finish_reason is None:
             return False
         self._has_news = True
-        if num_tokens := len(delta.token_ids):
-            self._observe(num_tokens, now)
         if delta.finish_reason is not None or self.spec.detokenizer.has_stop_strings:
-            self._push_text(delta)
+            self._push_text(delta, now)
             return self.is_finished and delta.finish_reason is None
+        num_tokens = len(delta.token_ids)
+        self._observe(num_tokens, now)
         unread = self._unread
         unread.token_ids += delta.token_ids
         if delta.logprobs:
@@ -123,7 +129,7 @@ class Choice:
             self._make_text()
         return False
 
-    def _push_text(self, delta: RequestDelta) -> None:
+    def _push_text(self, delta: RequestDelta, now: float) -> None:
         """Take a delta whose text decides what it means, or that is the last."""
         self._make_text()
         detokenizer, unread = self.spec.detokenizer, self._unread
@@ -142,6 +148,8 @@ class Choice:
         unread.token_ids += delta.token_ids[:num_counted]
         unread.logprobs += delta.logprobs[:num_counted]
         self._num_with_text = len(unread.token_ids)
+        if num_counted:
+            self._observe(num_counted, now)
         self.num_output_tokens += num_counted
         if unread.finish_reason is not None:
             self._end(unread.finish_reason)
@@ -176,12 +184,15 @@ class Choice:
     def _end(self, reason: FinishReason) -> None:
         if not self.is_finished:
             self.is_finished = True
-            self._metrics.finished(reason, time.monotonic() - self._arrived)
+            after_s = time.monotonic() - self._arrived
+            decode_s = self._last_token - self._arrived - (self.first_token_s or 0.0)
+            self._metrics.finished(reason, after_s, self.num_output_tokens, decode_s)
 
     def _observe(self, num_tokens: int, now: float) -> None:
         if self.num_output_tokens == 0:
             self.first_token_s = now - self._arrived
-            self._metrics.first_tokens(num_tokens, self.first_token_s)
+            prefill_s = now - self._admitted
+            self._metrics.first_tokens(num_tokens, self.first_token_s, prefill_s)
         else:
             self._metrics.next_tokens(num_tokens, now - self._last_token)
         self._last_token = now

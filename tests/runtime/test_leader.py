@@ -102,6 +102,23 @@ async def test_an_abort_ends_a_request_and_frees_its_blocks(
         assert all(delta.finish_reason is None for delta in front_end.deltas("a"))
 
 
+async def test_front_ends_hear_which_of_their_requests_have_a_slot() -> None:
+    """Once for each, at the latest with its first token."""
+    async with running_replica(num_front_ends=2, max_num_seqs=1) as replica:
+        one, other = replica.front_ends
+        one.send(request("a"))
+        one.send(request("b"))
+        other.send(request("a"))
+        for front_end, request_id in ((one, "a"), (one, "b"), (other, "a")):
+            await front_end.until_finished(request_id)
+        assert [i for report in one.of(StepReport) for i in report.admitted] == ["a", "b"]
+        assert [i for report in other.of(StepReport) for i in report.admitted] == ["a"]
+        waiting = {"a", "b"}
+        for report in one.of(StepReport):
+            waiting -= {*report.admitted}
+            assert not waiting & {delta.request_id for delta in report.deltas}
+
+
 async def test_requests_of_a_front_end_that_is_lost_are_aborted() -> None:
     async with running_replica(1, num_front_ends=2) as replica:
         lost, kept = replica.front_ends

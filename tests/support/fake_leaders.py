@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from support.mailbox import Mailbox
 from support.replicas import info
 
@@ -95,4 +96,6 @@ def front_end_with_leaders(
 
 def sample(front_end: FrontEnd, name: str, **labels: str) -> float | None:
     """One figure of the metrics."""
-    return front_end.metrics.registry.get_sample_value(f"aioengine:{name}", labels)
+    registry = CollectorRegistry()
+    registry.register(front_end.metrics)
+    return registry.get_sample_value(f"aioengine:{name}", labels)

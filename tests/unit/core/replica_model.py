@@ -48,6 +48,7 @@ class Client:
     output: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_deltas: int = 0
+    is_admitted: bool = False
     finish_reason: str | None = None
     is_aborted: bool = False
 
@@ -136,6 +137,11 @@ class Replica:
         stats = self.scheduler.stats()
         num_active = min(stats.num_running + stats.num_waiting, self.sizes.num_slots)
         plan = self.scheduler.schedule()
+        for key in self.scheduler.take_admitted():
+            client = self.clients[key]
+            assert client.is_live
+            assert not client.is_admitted, "by preemption nobody becomes new"
+            client.is_admitted = True
         assert plan.num_tokens <= self.sizes.max_num_batched_tokens
         assert len(plan.steps) <= -(-num_active // self.sizes.num_stages)
         assert all(new.slot < self.sizes.num_slots for new in plan.new_slots)
@@ -170,6 +176,7 @@ class Replica:
         for source, delta in deltas:
             client = self.clients[source, delta.request_id]
             assert client.is_live
+            assert client.is_admitted or delta.finish_reason == "error"
             client.output += delta.token_ids
             client.prompt_logprobs += delta.prompt_logprobs
             assert delta.token_ids or delta.prompt_logprobs or delta.finish_reason == "error"

@@ -59,6 +59,7 @@ def serve(worker: Worker, scheduler: Scheduler, numbers: range, first_seq: int) 
         result = worker.execute(*in_flight.popleft())
         assert result is not None
         scheduler.apply(result)
+        scheduler.take_admitted()
     return seq
 
 
