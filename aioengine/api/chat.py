@@ -17,7 +17,7 @@ from aioengine.api.answers import (
 )
 from aioengine.api.context import API, Api
 from aioengine.api.decoding import decode_sampling_body
-from aioengine.api.errors import invalid, unsupported
+from aioengine.api.errors import invalid
 from aioengine.api.logprobs import chat_logprobs, prompt_logprobs
 from aioengine.api.outputs import collect, json_response, new_id, stream_generation, usage
 from aioengine.api.prompts import (
@@ -36,8 +36,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body, unknown = decode_sampling_body(await request.read(), ChatBody)
     log_unknown_fields(api, unknown)
     model = api.served_as(body.model)
-    if body.chat_template is not None:
-        raise unsupported("chat_template")
     prompt_ids = await encode_chat(api, model, body, body.messages)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     specs = choice_specs(

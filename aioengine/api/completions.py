@@ -38,6 +38,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     model = api.served_as(body.model)
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise invalid("max_tokens 0 goes with echo or prompt_logprobs", "max_tokens")
+    if body.best_of not in (None, 1, body.n or 1):
+        raise invalid("best_of other than n is not supported", "best_of", "unsupported")
     prompts = body.prompts()
     prompt_ids = [
         await encode_text(api, model, prompt, body.add_special_tokens)
@@ -72,7 +74,7 @@ async def _echoes(
         if isinstance(prompt, str):
             texts.append(prompt)
             continue
-        check_prompt(model, prompt, "prompt", context_of(api))
+        check_prompt(model, prompt, "prompt", context_of(api), body.max_tokens)
         skips_special = body.skip_special_tokens is not False
         decode = model.tokenizer.decode
         texts.append(await api.text.run(decode, prompt, skip_special_tokens=skips_special))

@@ -5,7 +5,7 @@ from aiohttp import web
 from aioengine.api.answers import Text, Tokens
 from aioengine.api.context import API
 from aioengine.api.decoding import decode_body
-from aioengine.api.errors import invalid
+from aioengine.api.errors import invalid, unsupported
 from aioengine.api.outputs import json_response
 from aioengine.api.prompts import context_of, encode_chat, encode_text
 from aioengine.api.schema import DetokenizeBody, TokenizeBody
@@ -17,6 +17,9 @@ async def tokenize(request: web.Request) -> web.Response:
     model = api.served_as(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", "prompt")
+    for name in ("chat_template", "tools", "documents"):
+        if getattr(body, name) not in (None, []):
+            raise unsupported(name)
     if body.messages is not None:
         token_ids = await encode_chat(api, model, body, body.messages)
     else:
