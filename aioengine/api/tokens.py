@@ -26,15 +26,14 @@ async def tokenize(request: web.Request) -> web.Response:
         assert body.prompt is not None
         add_special = True if body.add_special_tokens is None else body.add_special_tokens
         token_ids = await encode_text(api, model, body.prompt, add_special)
-    strings = [model.tokenizer.token_text(token_id) for token_id in token_ids]
-    return json_response(
-        Tokens(
-            count=len(token_ids),
-            max_model_len=context_of(api),
-            tokens=token_ids,
-            token_strs=strings if body.return_token_strs else None,
-        )
+    answer = Tokens(
+        count=len(token_ids), max_model_len=context_of(api), tokens=token_ids, token_strs=None
     )
+    if body.return_token_strs:
+        answer.token_strs = await api.text.run(
+            lambda: list(map(model.tokenizer.token_text, token_ids))
+        )
+    return json_response(answer)
 
 
 async def detokenize(request: web.Request) -> web.Response:

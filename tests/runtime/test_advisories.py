@@ -1,7 +1,7 @@
 """Ways in which other servers of models were broken: one test for each class of published advisory
 that can apply to keys, paths, ids, templates and what errors say. Bodies: test_advisories_bodies.py
-and test_api_bodies.py; headers: test_api_connections.py; template bombs by themselves: unit/frontend/test_template.py; the
-prefix cache, slots and parameters of a real engine: e2e/test_advisories_*.py."""
+and test_api_bodies.py; headers: test_api_connections.py; template bombs by themselves:
+unit/frontend/test_template.py; what a real engine shows: e2e/test_advisories_*.py."""
 
 import asyncio
 import dataclasses
