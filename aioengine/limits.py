@@ -24,8 +24,8 @@ MAX_BODY_MARKS: Final = 2**18
 8 MB of nothing else would hold up the event loop for seconds."""
 MAX_BODY_FIELDS: Final = 256
 MAX_SEARCHED_BYTES: Final = 2**20
-"""Of a body that is not JSON, for the field at fault: the event loop waits, 0.4 s for 8 MB of
-numbers."""
+"""Of a body that is not JSON, for the field at fault, or that has whole numbers written as 1.0: the
+event loop waits, 0.4 s for 8 MB of numbers."""
 MAX_LOGGED_FIELDS: Final = 100
 """Different names of unknown fields that one server logs."""
 MAX_LOGGED_NAME_CHARS: Final = 64

@@ -60,6 +60,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_sampling: DefaultSampling = DefaultSampling()
+    default_max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Of an answer for which a request gives no number: what the model's author chose."""
 
 
 def checked(config: ModelConfig, file: str) -> ModelConfig:
@@ -115,6 +117,7 @@ def model_config_from_hf(
         eos_token_ids=_token_ids(generation_config.get("eos_token_id", config.get("eos_token_id"))),
         bos_token_id=config.get("bos_token_id"),
         default_sampling=_default_sampling(generation_config),
+        default_max_tokens=_default_max_tokens(generation_config),
     )
     return checked(read, "config.json")
 
@@ -142,6 +145,15 @@ def _default_sampling(generation_config: dict[str, Any]) -> DefaultSampling:
         if value is not None and not (least <= value <= most and value < math.inf):
             raise ValueError(f"generation_config.json: {name} {value} is out of range")
     return sampling
+
+
+def _default_max_tokens(generation_config: dict[str, Any]) -> int | None:
+    number = generation_config.get("max_new_tokens")
+    if number is not None and (type(number) is not int or number < 1):
+        raise ValueError(
+            f"generation_config.json: max_new_tokens must be a positive integer, found {number!r}"
+        )
+    return number
 
 
 def _rope_from_hf(config: dict[str, Any]) -> RopeConfig:

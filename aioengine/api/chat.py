@@ -1,6 +1,7 @@
 """POST /v1/chat/completions."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -17,9 +18,16 @@ from aioengine.api.answers import (
 )
 from aioengine.api.context import API, Api
 from aioengine.api.decoding import decode_sampling_body
-from aioengine.api.errors import invalid, unsupported
+from aioengine.api.errors import invalid
 from aioengine.api.logprobs import chat_logprobs, prompt_logprobs
-from aioengine.api.outputs import collect, json_response, new_id, stream_generation, usage
+from aioengine.api.outputs import (
+    collect,
+    encode_answer,
+    encoded_response,
+    new_id,
+    stream_generation,
+    usage,
+)
 from aioengine.api.prompts import (
     choice_specs,
     encode_chat,
@@ -36,8 +44,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body, unknown = decode_sampling_body(await request.read(), ChatBody)
     log_unknown_fields(api, unknown)
     model = api.served_as(body.model)
-    if body.chat_template is not None:
-        raise unsupported("chat_template")
     prompt_ids = await encode_chat(api, model, body, body.messages)
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     specs = choice_specs(
@@ -78,25 +84,29 @@ class _Answer:
 
     async def whole(self, generation: Generation) -> web.Response:
         updates = await collect(generation)
+        if self._body.logprobs or self._body.prompt_logprobs is not None:
+            return encoded_response(await self._text.run(self._encode, updates, generation))
+        return encoded_response(self._encode(updates, generation))
+
+    def _encode(self, updates: Sequence[Update], generation: Generation) -> bytes:
         choices = generation.choices
         answer = ChatCompletion(
             id=self._id,
             created=self._created,
             model=self._model_name,
-            choices=[
-                ChatChoice(message=ChatMessage(update.text), **self._common(update))
-                for update in updates
-            ],
+            choices=[],
             usage=usage(choices, len(choices)),
         )
         prompt_ids, logprobs = choices[0].spec.prompt_ids, choices[0].prompt_logprobs
         if self._body.return_token_ids:
             answer.prompt_token_ids = list(prompt_ids)
         if (num_top := self._body.prompt_logprobs) is not None:
-            answer.prompt_logprobs = await self._text.run(
-                prompt_logprobs, self._tokenizer, prompt_ids, logprobs, num_top
-            )
-        return json_response(answer)
+            answer.prompt_logprobs = prompt_logprobs(self._tokenizer, prompt_ids, logprobs, num_top)
+        made = (
+            ChatChoice(message=ChatMessage(update.text), **self._common(update))
+            for update in updates
+        )
+        return encode_answer(answer, made)
 
     async def stream(self, request: web.Request, generation: Generation) -> web.StreamResponse:
         options = self._body.stream_options or StreamOptions()

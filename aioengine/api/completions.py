@@ -1,21 +1,31 @@
 """POST /v1/completions."""
 
 import time
+from collections.abc import Iterator, Sequence
 
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from aioengine.api.answers import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionPart,
+    PromptLogprobs,
     Usage,
 )
 from aioengine.api.context import API, Api
 from aioengine.api.decoding import decode_sampling_body
 from aioengine.api.errors import invalid
 from aioengine.api.logprobs import CompletionTokens, joined, prompt_logprobs
-from aioengine.api.outputs import collect, json_response, new_id, stream_generation, usage
+from aioengine.api.outputs import (
+    collect,
+    encode_answer,
+    encoded_response,
+    new_id,
+    stream_generation,
+    usage,
+)
 from aioengine.api.prompts import (
     choice_specs,
     context_of,
@@ -38,6 +48,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     model = api.served_as(body.model)
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise invalid("max_tokens 0 goes with echo or prompt_logprobs", "max_tokens")
+    if body.best_of not in (None, 1, body.n or 1):
+        raise invalid("best_of other than n is not supported", "best_of", "unsupported")
     prompts = body.prompts()
     prompt_ids = [
         await encode_text(api, model, prompt, body.add_special_tokens)
@@ -72,7 +84,7 @@ async def _echoes(
         if isinstance(prompt, str):
             texts.append(prompt)
             continue
-        check_prompt(model, prompt, "prompt", context_of(api))
+        check_prompt(model, prompt, "prompt", context_of(api), body.max_tokens)
         skips_special = body.skip_special_tokens is not False
         decode = model.tokenizer.decode
         texts.append(await api.text.run(decode, prompt, skip_special_tokens=skips_special))
@@ -95,32 +107,22 @@ class _Answer:
 
     async def whole(self, generation: Generation) -> web.Response:
         updates = await collect(generation)
-        if self._body.echo and self._body.logprobs is not None:  # as long as all prompts
-            choices = await self._text.run(self._choices, updates, generation)
-        else:
-            choices = self._choices(updates, generation)
+        if self._body.logprobs is not None or self._body.prompt_logprobs is not None:
+            return encoded_response(await self._text.run(self._encode, updates, generation))
+        return encoded_response(self._encode(updates, generation))
+
+    def _encode(self, updates: Sequence[Update], generation: Generation) -> bytes:
         answer = Completion(
             id=self._id,
             created=self._created,
             model=self._model_name,
-            choices=choices,
+            choices=[],
             usage=usage(generation.choices, self._n),
         )
         if self._body.return_token_ids:
             prompts = [list(choice.spec.prompt_ids) for choice in generation.choices[:: self._n]]
-            for index, choice in enumerate(choices):
-                choice.prompt_token_ids = prompts[index // self._n]
             answer.prompt_token_ids = [*prompts[0]] if len(prompts) == 1 else [*prompts]
-        if (num_top := self._body.prompt_logprobs) is not None:
-            for first in range(0, len(choices), self._n):
-                record = generation.choices[first]
-                prompt_ids, logprobs = record.spec.prompt_ids, record.prompt_logprobs
-                described = await self._text.run(
-                    prompt_logprobs, self._tokenizer, prompt_ids, logprobs, num_top
-                )
-                for choice in choices[first : first + self._n]:
-                    choice.prompt_logprobs = described
-        return json_response(answer)
+        return encode_answer(answer, self._choices(updates, generation))
 
     async def stream(self, request: web.Request, generation: Generation) -> web.StreamResponse:
         options = self._body.stream_options or StreamOptions()
@@ -156,8 +158,23 @@ class _Answer:
             id=self._id, created=self._created, model=self._model_name, choices=choices
         )
 
-    def _choices(self, updates: list[Update], generation: Generation) -> list[CompletionChoice]:
-        return [self._choice(update, generation.choices[update.index]) for update in updates]
+    def _choices(
+        self, updates: Sequence[Update], generation: Generation
+    ) -> Iterator[CompletionChoice]:
+        """Each with what it says of its prompt; n that follow each other have one prompt."""
+        described: PromptLogprobs | UnsetType = UNSET
+        for update in updates:
+            record = generation.choices[update.index]
+            prompt_ids = record.spec.prompt_ids
+            choice = self._choice(update, record)
+            if self._body.return_token_ids:
+                choice.prompt_token_ids = list(prompt_ids)
+            num_top = self._body.prompt_logprobs
+            if num_top is not None and update.index % self._n == 0:
+                logprobs = record.prompt_logprobs
+                described = prompt_logprobs(self._tokenizer, prompt_ids, logprobs, num_top)
+            choice.prompt_logprobs = described
+            yield choice
 
     def _choice(self, update: Update, record: Choice) -> CompletionChoice:
         choice = CompletionChoice(

@@ -1,11 +1,15 @@
 """From the bytes of a request to a body of `schema.py`, or to a 400 that names the field at fault.
 
+A whole number may be written as 1.0, as JSON's schemas have it: a body is decoded again for that
+only when it has been refused.
+
 `param` is the name of a field of the body; where in that field the fault lies stands in the
 message. No field is named where none can be: not JSON, not an object, nested too deeply, and (in
 `app.py`) larger than the limit.
 """
 
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -32,7 +36,12 @@ def decode_body(data: bytes, kind: type[Body]) -> Body:
             f"the body has {num_marks} brackets and colons, the limit is {limits.MAX_BODY_MARKS}"
         )
     try:
-        return msgspec.json.decode(data, type=kind)
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error) or len(data) > limits.MAX_SEARCHED_BYTES:
+                raise
+            return msgspec.json.decode(_with_whole_numbers(data, kind), type=kind)
     except msgspec.ValidationError as error:
         raise _invalid_field(error) from None
     except RecursionError:
@@ -85,6 +94,44 @@ def _fields(data: bytes) -> dict[_Name, msgspec.Raw]:
         raise invalid(f"the body has more than {limits.MAX_BODY_FIELDS} fields") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _not_json(data, error) from None
+
+
+def _with_whole_numbers(data: bytes, kind: type[msgspec.Struct]) -> bytes:
+    """The body with 1 for 1.0 in the fields of whole numbers, and in lists of such."""
+    fields = _fields(data)
+    for name in _whole_number_fields(kind) & fields.keys():
+        value = msgspec.json.decode(fields[_Name(name)])
+        if (found := _as_whole(value)) is not value:
+            fields[_Name(name)] = msgspec.Raw(msgspec.json.encode(found))
+    return msgspec.json.encode(fields)
+
+
+def _as_whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_whole(entry) for entry in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) <= limits.MAX_SEED:
+        return int(value)
+    return value
+
+
+@functools.cache
+def _whole_number_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    info = msgspec.inspect.type_info(kind)
+    assert isinstance(info, msgspec.inspect.StructType)
+    return frozenset(field.name for field in info.fields if _holds_whole_numbers(field.type))
+
+
+def _holds_whole_numbers(found: msgspec.inspect.Type) -> bool:
+    """Itself, in a list, or as one of several types."""
+    match found:
+        case msgspec.inspect.IntType():
+            return True
+        case msgspec.inspect.Metadata(type=inner) | msgspec.inspect.ListType(item_type=inner):
+            return _holds_whole_numbers(inner)
+        case msgspec.inspect.UnionType(types=types):
+            return any(map(_holds_whole_numbers, types))
+        case _:
+            return False
 
 
 def _asks_for_nothing(name: str, value: msgspec.Raw) -> bool:

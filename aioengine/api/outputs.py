@@ -1,7 +1,7 @@
 """Parts of responses that both generation routes share: ids, usage, streams."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,21 @@ def new_id(prefix: str) -> str:
 
 
 def json_response(body: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    return encoded_response(msgspec.json.encode(body))
+
+
+def encoded_response(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
+
+
+def encode_answer(answer: msgspec.Struct, choices: Iterable[msgspec.Struct]) -> bytes:
+    """JSON of an answer whose `choices` are empty so far, with these. They are made and encoded one
+    by one: all of them, with their log probabilities, may take gigabytes as objects."""
+    before, empty, after = msgspec.json.encode(answer).partition(b'"choices":[]')
+    assert empty
+    return b"".join(
+        [before, b'"choices":[', b",".join(map(msgspec.json.encode, choices)), b"]", after]
+    )
 
 
 def usage(choices: Sequence[Choice], n: int) -> Usage:

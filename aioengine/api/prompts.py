@@ -8,7 +8,7 @@ from aiohttp import web
 
 from aioengine import limits
 from aioengine.api.context import GENERATION, Api
-from aioengine.api.errors import ApiError, invalid
+from aioengine.api.errors import ApiError, invalid, unsupported
 from aioengine.api.schema import ChatBody, Message, SamplingBody, TokenizeBody
 from aioengine.frontend.choices import check_text, resolve_choices
 from aioengine.frontend.front_end import UnavailableError
@@ -38,7 +38,10 @@ async def encode_text(api: Api, model: ServedModel, text: str, add_special: bool
 async def encode_chat(
     api: Api, model: ServedModel, body: ChatBody | TokenizeBody, messages: Sequence[Message]
 ) -> list[int]:
-    """Render the model's chat template and encode it. Raises ApiError 400 for template errors."""
+    """Render the model's chat template and encode it. Raises ApiError 400 for template errors, and
+    for a template that came with the request."""
+    if body.chat_template is not None:
+        raise unsupported("chat_template")
     rendered = [message.for_template() for message in messages]
 
     def render() -> list[int]:

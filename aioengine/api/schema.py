@@ -64,6 +64,9 @@ UNSUPPORTED_PARTS: Final = frozenset(
 Nothing = Annotated[Any, Meta(extra_json_schema={"enum": [None]})]
 """The type of a field in which anything but null is not supported."""
 
+Empty = Annotated[list[Any], Meta(extra_json_schema={"maxItems": 0})]
+"""Likewise of a list that has to be empty."""
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool = False
@@ -108,6 +111,8 @@ class CompletionBody(SamplingBody, kw_only=True):
     """0 goes with what asks about the prompt: `echo` or `prompt_logprobs`."""
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
+    best_of: Annotated[int, Meta(ge=1, le=limits.MAX_CHOICES)] | None = None
+    """Answers to choose the best n from. Only where it asks for no choosing: 1, or n."""
     add_special_tokens: bool = True
 
     def prompts(self) -> list[str | list[int]]:
@@ -143,7 +148,7 @@ class Message(msgspec.Struct, kw_only=True):
     role: Annotated[str, Meta(min_length=1, max_length=limits.MAX_ROLE_CHARS)]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[Any], Meta(extra_json_schema={"maxItems": 0})] | None = None
+    tool_calls: Empty | None = None
     function_call: Nothing = None
     audio: Nothing = None
 
@@ -181,6 +186,10 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Nothing = None
+    """What would change a conversation's text is refused here as in a chat."""
+    tools: Empty | None = None
+    documents: Empty | None = None
     return_token_strs: bool = False
 
 

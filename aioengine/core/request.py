@@ -25,7 +25,8 @@ class Request:
     """The root, then one per full block of `token_ids`, as far as anyone asked."""
     max_model_len: InitVar[int]
     max_num_tokens: int = field(init=False)
-    """Prompt and output together never get longer."""
+    """Prompt and output together never get longer. That is the context; a prompt that fills it gets
+    the one draw that every prompt ends in, which is never computed."""
     token_ids: list[int] = field(init=False)
     """Prompt and known output."""
     num_prompt_tokens: int = field(init=False)
@@ -52,12 +53,13 @@ class Request:
     def __post_init__(self, max_model_len: int) -> None:
         self.token_ids = list(self.added.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        assert 0 < self.num_prompt_tokens < max_model_len
+        assert 0 < self.num_prompt_tokens <= max_model_len
         assert self.added.params.max_tokens > 0
         self.stop_token_ids = frozenset(self.added.params.stop_token_ids)
         self.wants_prompt_logprobs = self.added.params.prompt_logprobs is not None
         self.max_num_tokens = min(
-            self.num_prompt_tokens + self.added.params.max_tokens, max_model_len
+            self.num_prompt_tokens + self.added.params.max_tokens,
+            max(max_model_len, self.num_prompt_tokens + 1),
         )
 
     @property

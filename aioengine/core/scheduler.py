@@ -99,7 +99,7 @@ class Scheduler:
     # --- requests come and go -------------------------------------------------------------------
 
     def add(self, added: AddRequest, source: str) -> None:
-        """The caller has checked the prompt: not empty, shorter than max_model_len."""
+        """The caller has checked the prompt: not empty, not longer than max_model_len."""
         request = Request(
             source=source,
             added=added,
@@ -210,8 +210,9 @@ class Scheduler:
             num_owed += self._num_blocks_to_come(request)
 
     def _num_blocks_to_come(self, request: Request) -> int:
-        """Blocks that its known tokens and the next one still need."""
-        return self._pool.num_blocks_for(len(request.token_ids) + 1) - len(request.block_ids)
+        """Blocks that its known tokens and the next one still need; the last one needs none."""
+        num_tokens = min(len(request.token_ids) + 1, request.max_num_tokens - 1)
+        return self._pool.num_blocks_for(num_tokens) - len(request.block_ids)
 
     def _reads_prefix_cache(self, request: Request) -> bool:
         return self._pool.enable_prefix_caching and not request.awaits_prompt_logprobs

@@ -29,12 +29,17 @@ def check_text(model: ServedModel, text: str, field: str, max_model_len: int) ->
 
 
 def check_prompt(
-    model: ServedModel, prompt_ids: Sequence[int], prompt_field: str, max_model_len: int
+    model: ServedModel,
+    prompt_ids: Sequence[int],
+    prompt_field: str,
+    max_model_len: int,
+    max_tokens: int | None,
 ) -> int:
-    """Tokens of the context that a prompt leaves. Raises InvalidFieldError."""
+    """Tokens of the context that a prompt leaves; with `max_tokens` 0 it may leave none. Raises
+    InvalidFieldError."""
     if not prompt_ids:
         raise InvalidFieldError(f"{prompt_field} must not be empty", prompt_field)
-    if len(prompt_ids) >= max_model_len:
+    if len(prompt_ids) > max_model_len - (max_tokens != 0):
         raise InvalidFieldError(
             f"{prompt_field} has {len(prompt_ids)} tokens, the context is {max_model_len} tokens",
             prompt_field,
@@ -65,10 +70,11 @@ def resolve_choices(
 ) -> list[ChoiceSpec]:
     """n choices per prompt, prompt by prompt.
 
-    `max_tokens` is what the client asked for; else `default_max_tokens`, as far as the context
-    lasts (None: all of it). `seeds` gives one to a request that brings none. `echoes`: each
-    prompt's text, where answers are to begin with it; `logprobs` then count for prompts, too.
-    Raises InvalidFieldError that names the field in which the prompt, or the number, came.
+    `max_tokens` is what the client asked for; else the least of `default_max_tokens`, what the
+    model's author chose, and what the context leaves. `seeds` gives one to a request that brings
+    none. `echoes`: each prompt's text, where answers are to begin with it; `logprobs` then count
+    for prompts, too. Raises InvalidFieldError that names the field in which the prompt, or the
+    number, came.
     """
     fields = _with_defaults(fields, model.config.default_sampling)
     if echoes is not None and logprobs is not None:
@@ -77,11 +83,13 @@ def resolve_choices(
     n = fields.n or 1
     _check_fan_out(prompts, n, fields.prompt_logprobs, prompt_field)
     seed = seeds.getrandbits(63) if fields.seed is None else fields.seed & limits.MAX_SEED
+    defaults = default_max_tokens, model.config.default_max_tokens
+    usual_length = min((number for number in defaults if number), default=max_model_len)
     stop_token_ids = _stop_token_ids(model, fields)
     logit_bias = fields.biased_logits(model.config.vocab_size)
     specs = []
     for index, prompt_ids in enumerate(prompts):
-        room = check_prompt(model, prompt_ids, prompt_field, max_model_len)
+        room = check_prompt(model, prompt_ids, prompt_field, max_model_len, max_tokens)
         shared_ids = tuple(prompt_ids)
         if max_tokens is not None and max_tokens > room:
             raise InvalidFieldError(
@@ -92,7 +100,7 @@ def resolve_choices(
             )
         first = _choice_params(
             fields,
-            max_tokens=min(room, default_max_tokens or room) if max_tokens is None else max_tokens,
+            max_tokens=min(room, usual_length) if max_tokens is None else max_tokens,
             seed=seed,
             stop_token_ids=stop_token_ids,
             logprobs=logprobs,

@@ -77,7 +77,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class SamplingParams(SamplingFields, kw_only=True):
-    """What `AsyncEngine.generate` takes. `max_tokens`, when not given, is what the context leaves.
+    """What `AsyncEngine.generate` takes. `max_tokens`, when not given, is what the context leaves,
+    or less where the model's generation_config.json says so.
 
     `logprobs` is the number of top alternatives to report beside each chosen token.
     """

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared re
 
 TOLERANCE = 3e-4
 NUM_TOP = 5
+STORIES_CONTEXT = 512
 LAYOUTS = {"one": (1, ()), "tp2-pp2": (4, ("-tp", "2", "-pp", "2"))}
 
 
@@ -29,7 +30,9 @@ async def test_stories(layout: str, budget: int) -> None:
     num_ranks, flags = LAYOUTS[layout]
     chunking = ["--max-num-batched-tokens", str(budget)]
     with Launch("--model", str(STORIES), *flags, *chunking, num_ranks=num_ranks) as launch:
-        await check_rows(launch.wait_ready(), golden("stories260k_greedy"))
+        url = launch.wait_ready()
+        await check_rows(url, golden("stories260k_greedy"))
+        await check_full_context(url, golden("stories260k_greedy")[0])
 
 
 @pytest.mark.parametrize("budget", [16, pytest.param(2048, marks=pytest.mark.layouts)])
@@ -40,7 +43,8 @@ async def test_smollm2(budget: int) -> None:
 
 
 async def check_rows(url: str, rows: list[dict[str, Any]]) -> None:
-    """Twice: prompt logprobs do not come from the prefix cache that the first round filled."""
+    """Twice: prompt logprobs do not come from the prefix cache that the first round filled. In
+    CVE-2026-116180 positions that were cached had none, and what stood there ended the engine."""
     async with aiohttp.ClientSession(url) as session:
         for row in [*rows, *rows]:
             choice = await complete(session, row)
@@ -50,6 +54,26 @@ async def check_rows(url: str, rows: list[dict[str, Any]]) -> None:
                 assert sorted(got.values(), reverse=True) == pytest.approx(
                     [logprob for _, logprob in wanted], abs=TOLERANCE
                 )
+
+
+async def check_full_context(url: str, row: dict[str, Any]) -> None:
+    """A prompt as long as the context, scored, begins like one that leaves room."""
+    text = [*row["prompt_ids"], *row["token_ids"]]
+    prompt = (text * 6)[:STORIES_CONTEXT]
+    async with aiohttp.ClientSession(url) as session:
+        described = []
+        for part in (prompt, prompt[:-1]):
+            body = {"prompt": part, "max_tokens": 0, "echo": True, "logprobs": 0}
+            answer = await post(session, "/v1/completions", body)
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == "length"
+            assert answer["usage"]["completion_tokens"] == 0
+            described.append(choice["logprobs"]["token_logprobs"])
+    assert [len(logprobs) for logprobs in described] == [STORIES_CONTEXT, STORIES_CONTEXT - 1]
+    assert described[0][1:-1] == pytest.approx(described[1][1:], abs=TOLERANCE)
+    assert described[0][len(row["prompt_ids"]) : len(text)] == pytest.approx(
+        row["logprobs"], abs=TOLERANCE
+    )
 
 
 def check_prompt(described: list[dict[str, Any] | None], row: dict[str, Any]) -> None:

@@ -1,20 +1,26 @@
 """Ways in which other servers of models were broken: one test for each class of published advisory
-that can apply to keys, paths, ids and templates. Headers and bodies: test_api_connections.py;
-template bombs by themselves: unit/frontend/test_template.py."""
+that can apply to keys, paths, ids, templates and what errors say. Bodies: test_advisories_bodies.py
+and test_api_bodies.py; headers: test_api_connections.py; template bombs by themselves:
+unit/frontend/test_template.py; what a real engine shows: e2e/test_advisories_*.py."""
 
 import asyncio
 import dataclasses
 import hmac
+import re
 import threading
 from typing import Any
 
 import pytest
 from support.http_server import CHAT, COMPLETIONS, MESSAGES, PROMPT, serving
+from support.mailbox import settle
 from support.raw_http import ask, connected, head, read_answer
 from support.tiny_model import ids, served_model
 
+from aioengine.api.schema import UNSUPPORTED_PARTS
 from aioengine.frontend import template_sandbox
+from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.template import ChatTemplate
+from aioengine.frontend.tokenizer import Tokenizer
 from aioengine.messages import AddRequest
 
 ENDLESS = (
@@ -22,13 +28,17 @@ ENDLESS = (
     "{% endfor %}{% endfor %}{% endfor %}"
 )
 
+GENERATING = ((COMPLETIONS, PROMPT), (CHAT, MESSAGES))
+INSIDE = re.compile(r"0x[0-9a-f]{6,}|Traceback|\.py\b|/home/| object at |aioengine\.")
+"""Addresses, stacks, files, objects, modules."""
+
 # --- keys ----------------------------------------------------------------------------------------
 
 
 async def test_the_time_of_a_refusal_tells_nothing_of_a_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CVE-2025-59425 (GHSA-wr9h-g72x-mwhm): keys were compared character by character.
+    """CVE-2025-59425: keys were compared character by character.
 
     Whatever is sent, digests of one length are compared, with every key.
     """
@@ -127,7 +137,7 @@ async def test_a_request_hidden_in_another_ones_body_needs_a_key_too() -> None:
 
 
 async def test_two_requests_with_one_id_do_not_meet() -> None:
-    """vLLM issues 10583, 15041 and 27711: ids that clients chose were keys in the engine."""
+    """vLLM issues 10583 and 15041: ids that clients chose were keys in the engine."""
     async with serving() as server, asyncio.TaskGroup() as tasks:
         asked = [
             tasks.create_task(
@@ -167,8 +177,9 @@ async def test_ids_that_are_none_do_not_come_back(forged: str) -> None:
 
 @pytest.mark.parametrize("field", ["chat_template", "chat_template_kwargs"])
 async def test_templates_of_clients_are_not_run(field: str) -> None:
-    """CVE-2025-61620 (GHSA-6fvq-23cw-5628), CVE-2025-62426 (GHSA-69j4-grxj-j64p): a template, or
-    an argument of what renders it, came with the request."""
+    """PYSEC-2026-2013, CVE-2026-115918 (GHSA-x567-49g5-p4cf): a template came with the request, or
+    in its chat_template_kwargs; CVE-2025-62426 (GHSA-69j4-grxj-j64p): an argument of what renders
+    it did."""
     template = "{{ raise_exception('it ran') }}"
     async with serving() as server, asyncio.TaskGroup() as tasks:
         if field == "chat_template":
@@ -188,7 +199,8 @@ async def test_templates_of_clients_are_not_run(field: str) -> None:
 async def test_a_template_without_end_stops_neither_the_server_nor_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CVE-2025-61620 again, with the server's own template: from a model's files, say."""
+    """CVE-2026-115911 (GHSA-542m-9234-8gvf): the server's own template, from a model's files, say,
+    occupied a thread for ever."""
     monkeypatch.setattr(template_sandbox, "MAX_TEMPLATE_CPU_S", 0.1)
     monkeypatch.setattr(template_sandbox, "MAX_TEMPLATE_STEPS", 10**12)
     async with serving() as server:
@@ -207,6 +219,51 @@ async def test_a_template_without_end_stops_neither_the_server_nor_a_thread(
             await server.play("hi")
         assert asked.result().status == 200
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("text")]
+
+
+# --- what errors say -----------------------------------------------------------------------------
+
+
+async def test_errors_tell_nothing_of_the_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CVE-2026-22778 (GHSA-4r2x-xpjr-7cvv) and CVE-2026-54236 (GHSA-hgg8-fqqc-vfmw): an exception's
+    text, with an address of the heap, was sent to the client."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(f"{object()} at /home/somebody/secret.py")
+
+    async with serving() as server:
+        monkeypatch.setattr(FrontEnd, "generate", fail)
+        answers = [await server.post(path, body) for path, body in GENERATING]
+        monkeypatch.setattr(Tokenizer, "encode", fail)
+        answers += [await server.post("/tokenize", body) for body in (PROMPT, MESSAGES)]
+        source = "{{ raise_exception(cycler) }}{{ messages.x.y }}"
+        server.api.model = dataclasses.replace(served_model(), template=ChatTemplate(source))
+        refusals = [await server.post(CHAT, MESSAGES)]
+        for body in (b"\xff", b"{", b'{"prompt": {"a": NaN}}', b'{"prompt": [[[]]], "n": "x"}'):
+            refusals += [await server.post(path, body) for path, _ in GENERATING]
+    assert [answer.status for answer in answers] == [500] * 4
+    assert [answer.status for answer in refusals] == [400] * 9
+    for answer in [*answers, *refusals]:
+        assert not INSIDE.search(answer.text), answer.text
+
+
+async def test_addresses_in_a_body_are_not_followed() -> None:
+    """CVE-2026-24779, CVE-2026-25960: what a content part pointed to was fetched by the server."""
+    visits: list[object] = []
+    listener = await asyncio.start_server(lambda *streams: visits.append(streams), "127.0.0.1", 0)
+    async with serving() as server, listener:
+        host, port = listener.sockets[0].getsockname()
+        url = f"http://{host}:{port}/x.png"
+        for kind in sorted(UNSUPPORTED_PARTS):
+            part = {"type": kind, kind: {"url": url}, "url": url}
+            message = {"role": "user", "content": [part]}
+            for path in (CHAT, "/tokenize"):
+                answer = await server.post(path, {"messages": [message]})
+                assert (answer.status, answer.error["code"]) == (400, "unsupported")
+        body = {**MESSAGES, "chat_template": url}
+        assert (await server.post(CHAT, body)).status == 400
+        await settle()
+        assert not visits
 
 
 async def test_what_a_template_says_is_bounded() -> None:

@@ -40,8 +40,8 @@ async def test_fan_out_by_prompts(prompts: int, n: int, param: str) -> None:
 async def test_numbers_that_are_not_finite(
     path: str, base: dict[str, Any], value: float, field: str
 ) -> None:
-    """NaN and infinities pass comparisons with bounds, and make logits of which nothing can be
-    drawn."""
+    """CVE-2026-54235 (GHSA-7h4p-rffg-7823): NaN and infinities pass comparisons with bounds, and
+    make logits of which nothing can be drawn."""
     await check_refused(path, {**base, field: value}, field)
     await check_refused(path, {**base, "logit_bias": {"1": value}}, "logit_bias")
 
@@ -49,11 +49,32 @@ async def test_numbers_that_are_not_finite(
 @pytest.mark.parametrize("token_id", [VOCAB_SIZE, 2**31 - 1, 2**31, 2**64, -1, -(2**31)])
 @pytest.mark.parametrize("field", ["prompt", "stop_token_ids", "logit_bias"])
 async def test_ids_beyond_the_vocabulary(field: str, token_id: int) -> None:
-    """Ids that index embeddings or logits on a device (vllm-project/vllm#54195, #16529): there, one
-    request ends the engine or writes into its neighbours' rows."""
+    """Ids that index embeddings or logits on a device: CVE-2026-116174 (prompts), CVE-2026-116181
+    (ids to stop at), vllm-project/vllm#16529 (biases). There, one request ends the engine or writes
+    into its neighbours' rows."""
     value = {str(token_id): 1} if field == "logit_bias" else [token_id]
     body = {**PROMPT, "min_tokens": 1, field: value}
     await check_refused(COMPLETIONS, body, field)
+
+
+@pytest.mark.parametrize("number", [21, 2**31, 2**32 + 1, 2**63, 2**64 + 1, -1, -(2**32)])
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs", "top_logprobs"])
+async def test_more_log_probabilities_than_there_are(field: str, number: int) -> None:
+    """CVE-2026-116172: a number that was too large, or wrapped, ended the engine."""
+    if field == "top_logprobs":
+        await check_refused(CHAT, {**MESSAGES, "logprobs": True, field: number}, field)
+    else:
+        await check_refused(COMPLETIONS, {**PROMPT, field: number}, field)
+
+
+@pytest.mark.parametrize(("path", "base"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": None}, {"max_tokens": 4}])
+async def test_more_tokens_at_least_than_at_most(
+    path: str, base: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    """CVE-2026-114051 (GHSA-4xqp-c3mv-qff7): min_tokens was compared with max_tokens only where the
+    request had one; the engine found out later, and ended."""
+    await check_refused(path, {**base, **fields, "min_tokens": 2**31 - 1}, "min_tokens")
 
 
 async def check_refused(path: str, body: dict[str, Any], param: str) -> None:

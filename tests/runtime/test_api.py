@@ -172,6 +172,28 @@ async def test_tokenize_and_detokenize() -> None:
         assert text == "hé</s>"
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "<user>hello\n<assistant>"),
+        ({"add_generation_prompt": False}, "<user>hello\n"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "<user>hello"),
+        ({"chat_template_kwargs": {"novel": 1}}, "<user>hello\n<assistant>"),
+    ],
+)
+async def test_conversations_are_tokenized_as_chats_are(fields: dict[str, Any], text: str) -> None:
+    async with serving() as server, asyncio.TaskGroup() as tasks:
+        counted = (await server.post("/tokenize", {**MESSAGES, **fields})).json
+        asked = tasks.create_task(server.post(CHAT, {**MESSAGES, **fields}))
+        (added,) = await server.play("x")
+        assert (await asked).status == 200
+        assert counted["tokens"] == list(added.token_ids) == list(ids(text))
+        strict = {**MESSAGES, **fields, "chat_template_kwargs": {"strict": True}}
+        for path in ("/tokenize", CHAT):
+            answer = await server.post(path, strict)
+            assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
+
+
 async def test_absent_routes_and_methods() -> None:
     async with serving() as server:
         for path in ("/", "/v1", "/v1/embeddings", "/metrics/", "/%00", "/v1/models/"):

@@ -160,6 +160,34 @@ async def test_the_model_s_own_defaults_fill_what_a_request_leaves_out(
         assert tuple(getattr(added.params, name) for name in fields_sent) == expected
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "author", "expected"),
+    [
+        (CHAT, {}, None, 200 - len("<user>hello\n<assistant>")),
+        (CHAT, {}, 9, 9),
+        (CHAT, {}, 10_000, 200 - len("<user>hello\n<assistant>")),
+        (CHAT, {"max_tokens": 20}, 9, 20),
+        (CHAT, {"max_completion_tokens": 20}, 9, 20),
+        (COMPLETIONS, {}, None, 16),
+        (COMPLETIONS, {}, 9, 9),
+        (COMPLETIONS, {}, 100, 16),
+        (COMPLETIONS, {"max_tokens": 20}, 9, 20),
+    ],
+)
+async def test_answers_for_which_no_length_was_asked(
+    path: str, fields: dict[str, Any], author: int | None, expected: int
+) -> None:
+    """The author's number is a default; what a request asks for is never cut short."""
+    base = PROMPT if path == COMPLETIONS else MESSAGES
+    async with serving() as server:
+        assert server.api.model is not None
+        config = msgspec.structs.replace(server.api.model.config, default_max_tokens=author)
+        server.api.model = replace(server.api.model, config=config)
+        await asked(server, path, {**base, **fields}, "x")
+        (added,) = await server.leader.added()
+        assert added.params.max_tokens == expected
+
+
 async def test_requests_without_a_seed_get_different_ones() -> None:
     async with serving() as server:
         await asked(server, COMPLETIONS, PROMPT, "x")

@@ -374,6 +374,43 @@ async def test_values_that_ask_for_nothing_are_taken() -> None:
             assert (await asked).status == 200
 
 
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"best_of": None, "n": 3}, 200),
+        ({"best_of": 1}, 200),
+        ({"best_of": 1, "n": 3}, 200),
+        ({"best_of": 3, "n": 3}, 200),
+        ({"best_of": 3}, 400),
+        ({"best_of": 3, "n": 2}, 400),
+        ({"best_of": 2, "n": 3}, 400),
+    ],
+)
+async def test_best_of_that_chooses_nothing_is_taken(fields: dict[str, Any], status: int) -> None:
+    async with serving() as server, asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(server.post(COMPLETIONS, {**PROMPT, **fields}))
+        if status == 200:
+            await server.play("a", count=fields.get("n", 1))
+            assert len((await asked).json["choices"]) == fields.get("n", 1)
+            return
+        answer = await asked
+        check_named(answer, "best_of")
+        assert answer.error["code"] == "unsupported"
+
+
+@pytest.mark.parametrize("base", [PROMPT, MESSAGES])
+@pytest.mark.parametrize("field", ["chat_template", "tools", "documents"])
+async def test_what_would_change_a_text_is_refused_when_it_is_counted(
+    field: str, base: dict[str, Any]
+) -> None:
+    """As in a chat: else the number of tokens would be that of another text."""
+    async with serving() as server:
+        answer = await server.post("/tokenize", {**base, field: ["{{ 1 }}"]})
+        check_named(answer, field)
+        assert answer.error["code"] == "unsupported"
+        assert (await server.post("/tokenize", {**base, field: None})).status == 200
+
+
 async def test_an_unknown_model_is_not_found() -> None:
     async with serving() as server:
         for path, body in (

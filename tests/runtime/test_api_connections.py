@@ -146,7 +146,7 @@ async def test_headers_that_are_too_large(
 
 @pytest.mark.parametrize("opening", [b"", head("GET", "/livez")], ids=["first", "later"])
 async def test_headers_that_never_end(opening: bytes) -> None:
-    """CVE-2025-48956 (GHSA-rxc4-3w6r-4v47): a header without end exhausted the server's memory.
+    """CVE-2025-48956: a header without end exhausted the server's memory.
 
     Each of these is within its limit, all together are beyond.
     """

@@ -10,6 +10,8 @@ from support.tiny_model import BOS_ID, ids
 from aioengine import limits
 from aioengine.messages import AddRequest, RequestDelta, TokenLogprobs
 
+CONTEXT = 200
+
 
 def describe_prompt(server: Served, added: AddRequest) -> None:
     """In two deltas, as chunks of a prefill bring them."""
@@ -121,6 +123,36 @@ async def test_a_prompt_alone() -> None:
     assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "length")
     assert choice["prompt_token_ids"] == list(ids("abc"))
     assert len(choice["prompt_logprobs"]) == 3
+
+
+@pytest.mark.parametrize("fields", [{"echo": True, "logprobs": 0}, {"prompt_logprobs": 0}])
+@pytest.mark.parametrize("prompt", ["x" * CONTEXT, [120] * CONTEXT])
+async def test_a_prompt_that_fills_the_context_is_scored(
+    fields: dict[str, Any], prompt: Any
+) -> None:
+    body = {"prompt": prompt, "max_tokens": 0, **fields}
+    answer = await scored(body, "y")
+    (choice,) = answer["choices"]
+    assert choice["text"] == ("x" * CONTEXT if "echo" in fields else "")
+    described = choice.get("prompt_logprobs") or choice["logprobs"]["token_logprobs"]
+    assert len(described) == CONTEXT
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (CONTEXT, 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [120] * (CONTEXT + 1), "max_tokens": 0, "echo": True},
+        {"prompt": "x" * (CONTEXT + 1), "max_tokens": 0, "prompt_logprobs": 0},
+        {"prompt": [120] * CONTEXT, "max_tokens": 1, "echo": True},
+        {"prompt": [120] * CONTEXT, "echo": True},
+    ],
+)
+async def test_a_prompt_with_no_room_for_what_is_asked(body: dict[str, Any]) -> None:
+    async with serving() as server:
+        answer = await server.post(COMPLETIONS, body)
+        assert (answer.status, answer.error["param"]) == (400, "prompt")
+        assert answer.error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

@@ -105,11 +105,29 @@ def test_default_sampling(generation: dict[str, Any], expected: DefaultSampling)
         ("top_k", 1.5),
         ("min_p", 2.0),
         ("repetition_penalty", 0),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 1.5),
+        ("max_new_tokens", "all"),
+        ("max_new_tokens", True),
     ],
 )
-def test_default_sampling_that_makes_no_sense(key: str, value: Any) -> None:
+def test_defaults_that_make_no_sense(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"generation_config\.json: .*{key}"):
         model_config_from_hf(MINIMAL, {key: value}, "m")
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({}, None),
+        ({"max_new_tokens": None}, None),
+        ({"max_new_tokens": 5}, 5),
+        ({"max_new_tokens": 5, "do_sample": False}, 5),
+        ({"max_length": 20}, None),
+    ],
+)
+def test_default_max_tokens(generation: dict[str, Any], expected: int | None) -> None:
+    assert model_config_from_hf(MINIMAL, generation, "m").default_max_tokens == expected
 
 
 def test_dtype_has_an_old_and_a_new_spelling() -> None:

@@ -70,9 +70,9 @@ def counts_tokens(params: SlotParams) -> bool:
 
 
 def expected_output(request: AddRequest, max_model_len: int) -> tuple[tuple[int, ...], str]:
-    """What the request alone would produce, and its finish_reason."""
+    """What the request alone would produce, and its finish_reason: one token at least."""
     params, num_prompt = request.params, len(request.token_ids)
-    limit = min(num_prompt + params.max_tokens, max_model_len)
+    limit = max(min(num_prompt + params.max_tokens, max_model_len), num_prompt + 1)
     output = tuple(token_id for token_id, _ in true_cells(request, limit)[num_prompt:])
     for num_output, token_id in enumerate(output, start=1):
         if token_id in params.stop_token_ids and num_output >= params.min_tokens:
@@ -186,7 +186,8 @@ class DeviceModel:
             tenant.num_computed = position + 1
         num_prompt, max_tokens = len(tenant.request.token_ids), tenant.request.params.max_tokens
         assert tenant.num_computed is not None
-        assert tenant.num_computed < min(num_prompt + max_tokens, self.max_model_len)
+        limit = min(num_prompt + max_tokens, self.max_model_len)
+        assert tenant.num_computed < max(limit, num_prompt + 1)
         if not step.sample:
             return None
         assert tenant.num_computed >= num_prompt

@@ -339,7 +339,7 @@ def test_the_lowest_slot_is_taken() -> None:
 def test_admission_leaves_the_blocks_that_running_prefills_still_need() -> None:
     """9 blocks: the first prefill needs 6 (20 tokens and the next), so 4 more are not there."""
     replica = Replica(Sizes(num_blocks=10, max_model_len=36, max_num_batched_tokens=9))
-    replica.add(tokens(20), max_tokens=1)
+    replica.add(tokens(20), max_tokens=2)
     replica.schedule()
     replica.apply()
     replica.add(tokens(15, first=1), max_tokens=1)
@@ -347,6 +347,8 @@ def test_admission_leaves_the_blocks_that_running_prefills_still_need() -> None:
     assert slots(replica.schedule()) == {0}
     replica.apply()
     assert lengths(replica.schedule()) == {0: 2}
+    replica.apply()
+    assert lengths(replica.schedule()) == {0: 1}
     replica.apply()
     assert [new.params.seed for new in replica.schedule().new_slots] == [1]
     replica.drain()
@@ -356,10 +358,22 @@ def test_admission_leaves_the_blocks_that_running_prefills_still_need() -> None:
 def test_admissions_of_one_plan_leave_each_other_their_blocks() -> None:
     """7 blocks. 3 of the first request's 6 are allocated in its first plan, all 6 are counted."""
     replica = Replica(Sizes(num_blocks=8, max_model_len=28, max_num_batched_tokens=22))
-    replica.add(tokens(20), max_tokens=1)
+    replica.add(tokens(20), max_tokens=2)
     replica.add(tokens(6, first=3), max_tokens=1)
     assert slots(replica.schedule()) == {0}
     replica.drain()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_prompt_that_fills_the_context_gets_one_token(async_scheduling: bool) -> None:
+    """Which is never computed, so that no block is wanted for it: here there is none."""
+    sizes = Sizes(num_blocks=7, max_model_len=24, async_scheduling=async_scheduling)
+    replica = Replica(sizes)
+    key = replica.add(tokens(24), max_tokens=5, prompt_logprobs=0)
+    replica.drain()
+    client = replica.clients[key]
+    assert (len(client.output), client.finish_reason) == (1, "length")
+    assert len(client.prompt_logprobs) == 23
 
 
 def test_admission_counts_hits_on_free_blocks() -> None:

@@ -67,7 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(arrivals=st.lists(arrivals(), min_size=1, max_size=5))
     def add(self, arrivals: list[Arrival]) -> None:
         for arrival in arrivals:
-            token_ids = arrival.pop("token_ids")[: self.replica.sizes.max_model_len - 1]
+            token_ids = arrival.pop("token_ids")[: self.replica.sizes.max_model_len]
             self.replica.add(token_ids, **arrival)
 
     @precondition(lambda self: self.replica.has_room)

@@ -171,7 +171,7 @@ def growing(start: str, step: str) -> str:
     ],
 )
 def test_bombs_end_soon_and_small(source: str) -> None:
-    """CVE-2025-61620 (GHSA-6fvq-23cw-5628): Jinja templates that exhaust the server."""
+    """PYSEC-2026-2013, CVE-2026-115911: Jinja templates that exhaust the server."""
     began_s, rss_before_kib = time.thread_time(), getrusage(RUSAGE_SELF).ru_maxrss
     with pytest.raises(TemplateError, match="chat template"):
         ChatTemplate(source).render(CHAT)
