@@ -271,5 +271,5 @@ def test_logprobs_and_stop_of_text() -> None:
     assert found.generation_info["finish_reason"] == "length"
     assert "Paris" in found.text
     assert "Paris" not in text_model().invoke(PROMPT, stop=["Paris"])
-    with pytest.raises(openai.BadRequestError, match="best_of is not supported"):
+    with pytest.raises(openai.BadRequestError, match="best_of other than n is not supported"):
         text_model(best_of=2).invoke(PROMPT)
