@@ -21,11 +21,8 @@ def check_text(model: ServedModel, text: str, field: str, max_model_len: int) ->
     """Tokenizing takes time: a text that is too long at the most bytes a token has is refused."""
     max_bytes = max_model_len * model.tokenizer.max_token_bytes
     if len(text) > max_bytes:
-        raise InvalidFieldError(
-            f"{field} has {len(text)} characters, the context is {max_model_len} tokens",
-            field,
-            "context_length_exceeded",
-        )
+        found = f"the prompt is too long: {field} has {len(text)} characters"
+        raise _exceeds_context(found, field, max_model_len)
 
 
 def check_prompt(
@@ -40,11 +37,8 @@ def check_prompt(
     if not prompt_ids:
         raise InvalidFieldError(f"{prompt_field} must not be empty", prompt_field)
     if len(prompt_ids) > max_model_len - (max_tokens != 0):
-        raise InvalidFieldError(
-            f"{prompt_field} has {len(prompt_ids)} tokens, the context is {max_model_len} tokens",
-            prompt_field,
-            "context_length_exceeded",
-        )
+        found = f"the prompt is too long: {prompt_field} has {len(prompt_ids)} tokens"
+        raise _exceeds_context(found, prompt_field, max_model_len)
     if max(prompt_ids) >= model.config.vocab_size:
         raise InvalidFieldError(
             f"{prompt_field} has token id {max(prompt_ids)}, the vocabulary has "
@@ -52,6 +46,15 @@ def check_prompt(
             prompt_field,
         )
     return max_model_len - len(prompt_ids)
+
+
+def _exceeds_context(found: str, field: str, max_model_len: int) -> InvalidFieldError:
+    """Clients that see no codes know this error, and a prompt that is too long, by these words."""
+    return InvalidFieldError(
+        f"{found}, this model's maximum context length is {max_model_len} tokens",
+        field,
+        "context_length_exceeded",
+    )
 
 
 def resolve_choices(
@@ -92,12 +95,8 @@ def resolve_choices(
         room = check_prompt(model, prompt_ids, prompt_field, max_model_len, max_tokens)
         shared_ids = tuple(prompt_ids)
         if max_tokens is not None and max_tokens > room:
-            raise InvalidFieldError(
-                f"{max_tokens_field} {max_tokens} and a prompt of {len(prompt_ids)} tokens exceed "
-                f"the context of {max_model_len} tokens",
-                max_tokens_field,
-                "context_length_exceeded",
-            )
+            found = f"{max_tokens_field} is {max_tokens} after a prompt of {len(prompt_ids)} tokens"
+            raise _exceeds_context(found, max_tokens_field, max_model_len)
         first = _choice_params(
             fields,
             max_tokens=min(room, usual_length) if max_tokens is None else max_tokens,

@@ -52,7 +52,7 @@ def test_serve(tmp_path: Path) -> None:
         assert "first / second" in done.stdout
         done = bench("serve", "--url", url, "--input-len", "600")
         assert done.returncode == 1
-        assert "HTTP 400: prompt has 600 tokens, the context is 512 tokens" in done.stderr
+        assert "HTTP 400: the prompt is too long: prompt has 600 tokens" in done.stderr
         assert "Traceback" not in done.stderr
 
 

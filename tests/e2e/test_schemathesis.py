@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from support.client_venvs import client_venv
@@ -28,16 +29,16 @@ WAITING = {
 }
 
 
-def test_no_5xx_no_wrong_schema_no_hang() -> None:
+def test_no_5xx_no_wrong_schema_no_hang(tmp_path: Path) -> None:
     keys = ("--admin-api-key", "open")
     with Launch("--model", str(STORIES), "--max-model-len", CONTEXT, *keys) as launch:
-        num_cases = run_schemathesis(launch.wait_ready())
+        num_cases = run_schemathesis(launch.wait_ready(), tmp_path)
         assert num_cases > 2000
         assert "Traceback" not in launch.log
 
 
-def run_schemathesis(url: str) -> int:
-    """The number of requests it made."""
+def run_schemathesis(url: str, folder: Path) -> int:
+    """The number of requests it made; `folder` is where it leaves its files."""
     command = [
         *(client_venv(f"schemathesis=={VERSION}") / "schemathesis", "run", f"{url}/openapi.json"),
         *("--header", "Authorization: Bearer open"),
@@ -48,7 +49,7 @@ def run_schemathesis(url: str) -> int:
     ]
     for route in WAITING:
         command += ["--exclude-path", route]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=LIMIT_S)
     assert ran.returncode == 0, ran.stdout[-10_000:]
     found = re.search(r"(\d+) generated", ran.stdout)
     assert found is not None

@@ -432,8 +432,15 @@ async def test_pins_to_replicas_that_do_not_exist(pin: str) -> None:
         assert "X-data-parallel-rank" in answer.error["message"]
 
 
-async def test_a_context_that_is_too_short_has_its_own_code() -> None:
+async def test_a_context_that_is_too_short_has_its_own_code_and_words() -> None:
+    """litellm and langchain-openai see the message alone, and look for these words."""
     async with serving() as server:
-        for body in ({"prompt": "x" * CONTEXT}, {**PROMPT, "max_tokens": CONTEXT - 4}):
-            answer = await server.post(COMPLETIONS, body)
+        for prompt in ("x" * CONTEXT, [1] * CONTEXT, "x" * 10**5):
+            answer = await server.post(COMPLETIONS, {"prompt": prompt})
             assert answer.error["code"] == "context_length_exceeded"
+            assert "prompt is too long" in answer.error["message"]
+            assert f"this model's maximum context length is {CONTEXT} " in answer.error["message"]
+        answer = await server.post(COMPLETIONS, {**PROMPT, "max_tokens": CONTEXT - 4})
+        assert answer.error["code"] == "context_length_exceeded"
+        assert "prompt is too long" not in answer.error["message"]
+        assert f"this model's maximum context length is {CONTEXT} " in answer.error["message"]
