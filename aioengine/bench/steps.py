@@ -60,7 +60,17 @@ class Plan:
     num_rounds: int
     prompt_ids: Span
     is_sweep: bool
-    """Shapes beyond the model's context are left out."""
+
+    def shapes_within(self, context: int) -> tuple[Shape, ...]:
+        """Those to measure. One that is too long for the model gets shorter in a sweep; else there
+        are none then."""
+        longest = context - self.output_len
+        if longest >= max(shape.input_len for shape in self.shapes):
+            return self.shapes
+        if not self.is_sweep or longest < 1:
+            return ()
+        cut = [Shape(each.num_streams, min(each.input_len, longest)) for each in self.shapes]
+        return tuple(dict.fromkeys(cut))
 
 
 def configure(parser: CommandParser) -> None:
@@ -200,12 +210,8 @@ async def measure(plan: Plan) -> list[Measured] | None:
             if not engine.is_leader:
                 return None
             context = engine.max_model_len
-            fitting = [
-                shape for shape in plan.shapes if shape.input_len + plan.output_len <= context
-            ]
-            measured = []
-            if fitting and (plan.is_sweep or len(fitting) == len(plan.shapes)):
-                measured = [await _measure(engine, plan, shape) for shape in fitting]
+            shapes = plan.shapes_within(context)
+            measured = [await _measure(engine, plan, shape) for shape in shapes]
     if not measured:
         longest = max(shape.input_len for shape in plan.shapes) + plan.output_len
         raise ValueError(

@@ -44,6 +44,16 @@ async def test_a_breakdown_and_the_cost_of_growth(capsys: pytest.CaptureFixture[
     assert "growth with context, 1 stream" in text
 
 
+def test_a_sweep_ends_at_the_models_context() -> None:
+    parser = CommandParser()
+    configure(parser)
+    plan = read_plan(parser.parse_args(["--sweep", "--output-len", "32"]))
+    assert [each.input_len for each in plan.shapes_within(8224)][-3:] == [512, 2048, 8192]
+    assert [each.input_len for each in plan.shapes_within(8192)][-3:] == [512, 2048, 8160]
+    assert [each.input_len for each in plan.shapes_within(512)][-3:] == [128, 128, 480]
+    assert plan.shapes_within(32) == ()
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
