@@ -52,7 +52,7 @@ async def check_hits(session: aiohttp.ClientSession, prompts: Sequence[list[int]
 
 
 async def check_salts(session: aiohttp.ClientSession) -> None:
-    """Equal prompts share what was computed, and a replica, only under one salt."""
+    """Equal prompts go to one replica and share what it computed, under one salt only."""
     token_ids = prompt(random.Random(3), 200)
     cached = []
     for salt in ("a", "a", "b", "a"):
@@ -63,7 +63,6 @@ async def check_salts(session: aiohttp.ClientSession) -> None:
     first, second, other, again = cached
     assert first[1] == other[1] == 0
     assert second == again == (first[0], 192)
-    assert other[0] != first[0]
 
 
 async def check_priorities(session: aiohttp.ClientSession) -> None:

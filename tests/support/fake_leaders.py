@@ -49,7 +49,7 @@ class FakeLeader(Mailbox):
 
     def report(self, *deltas: RequestDelta, num_added: int = 0, **stats: int) -> None:
         load = {"num_blocks": 64, "num_free_blocks": 64, **stats}
-        self.send(StepReport(deltas, LoadStats(**load), num_added))
+        self.send(StepReport(deltas, LoadStats(**load), num_added=num_added))
 
     def answer(
         self,
