@@ -14,8 +14,8 @@ REQUEST_COST: Final = 64
 """What a request in a replica costs the next one, in prompt tokens: about a short answer."""
 FAIR_FACTOR: Final = 4
 """A replica may have so many times what the others have, so that one that answers more slowly,
-such as that of the front end's own process, gets its share. It counts where others have more than
-one request each: with less to do, an idle replica comes first."""
+such as that of the front end's own process, gets its share. But with less than a request for each
+of the others, an idle one comes first."""
 MAX_FAIR_EXTRA: Final = 16 * REQUEST_COST
 """But at most so much more."""
 KEPT_SHARE: Final = 1 - 1 / 128
@@ -70,7 +70,9 @@ def choose(candidates: Sequence[Candidate | None], turns: Iterable[int]) -> int 
 
 def _fair_load(others: int) -> int:
     """What a replica may have when the others have so much on average."""
-    return min(FAIR_FACTOR * max(others - REQUEST_COST, 0), others + MAX_FAIR_EXTRA)
+    if others < REQUEST_COST:
+        return 0
+    return min(FAIR_FACTOR * others, others + MAX_FAIR_EXTRA)
 
 
 @dataclass(slots=True)
