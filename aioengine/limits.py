@@ -42,6 +42,10 @@ MAX_PROMPT_LOGPROBS_PER_REQUEST: Final = 2**22
 MAX_MESSAGES: Final = 4096
 MAX_ROLE_CHARS: Final = 64
 MAX_CACHE_SALT_CHARS: Final = 256
+MAX_COMPARED_PROMPT_TOKENS: Final = 2**15
+"""The beginning of a prompt that routing looks at: half a millisecond of the event loop."""
+MAX_REMEMBERED_PREFIXES: Final = 2**16
+"""Of prompts sent to replicas, in one front end: some 15 MB."""
 MAX_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024

@@ -169,6 +169,10 @@ class LoadStats(msgspec.Struct, frozen=True, array_like=True):
     last_seq: int = 0
     num_cached_blocks: int = 0
     """Free blocks that still hold reusable content (a part of `num_free_blocks`)."""
+    num_prefill_tokens: int = 0
+    """Of all its requests: what has to be computed before they draw their next token."""
+    prefix_cache_epoch: int = 0
+    """Another number when nothing that was computed before is reused any more."""
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="report"):
@@ -178,6 +182,8 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     stats: LoadStats
     admitted: tuple[str, ...] = ()
     """Ids of its requests that have just got their first slot: they wait no more."""
+    num_added: int = 0
+    """Requests of this front end that the leader has taken so far: `stats` knows no later ones."""
 
 
 class RankInfo(msgspec.Struct, frozen=True):
@@ -198,6 +204,9 @@ class ReplicaReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
     block_size: int
     max_model_len: int
     """What fits the KV cache; never more than what was asked for."""
+    num_slots: int = 1
+    """Requests that can run at once."""
+    enable_prefix_caching: bool = True
 
 
 class ReplicaFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -223,8 +232,7 @@ class CallEnded(msgspec.Struct, frozen=True, array_like=True, tag="call_ended"):
     value: bytes = b""
     """msgpack."""
     error_type: str = ""
-    """Empty when there was no error: then the name of an EngineError, or of what the method
-    raised."""
+    """Name of an EngineError, or of what the method raised; empty when there was no error."""
     message: str = ""
     where: str = ""
     """Rank and method, where a method raised."""
@@ -290,8 +298,7 @@ class SlotStep(msgspec.Struct, frozen=True, array_like=True):
     sample: bool
     """Draw the token that follows the last of `token_ids`."""
     next_prompt_id: int = -1
-    """The prompt token after the last of `token_ids`, where prompt logprobs need it and the step
-    does not hold it."""
+    """The prompt token after the last of `token_ids`, where prompt logprobs need it."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
@@ -302,8 +309,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     share_sampled: bool = False
     """Hand the sampled ids to the ranks that embed, so that a later plan may say PREV."""
     history: tuple[SlotHistory, ...] = ()
-    """For the output rank only; the executor leaves it out for the others. At most
-    `--max-num-batched-tokens` ids."""
+    """For the output rank only. At most `--max-num-batched-tokens` ids."""
 
     def without_history(self) -> "StepPlan":
         return StepPlan(self.new_slots, self.steps, self.share_sampled)
@@ -439,8 +445,7 @@ PeerEvent = (
 # --- handshake and bootstrap --------------------------------------------------------------------
 
 Role = Literal["member", "peer", "front_end", "probe", "trace"]
-"""`probe`: a connection of `aioengine doctor` that only measures. `trace`: a front end that asks a
-trace thread."""
+"""`probe`: a connection of `aioengine doctor`. `trace`: a front end that asks a trace thread."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

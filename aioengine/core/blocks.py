@@ -34,6 +34,8 @@ class BlockPool:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_usable = num_blocks - 1
+        self.num_resets = 0
+        """Times that all content was forgotten."""
         self._num_holders = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._reusable: OrderedDict[int, None] = OrderedDict()
@@ -107,6 +109,7 @@ class BlockPool:
 
     def forget_content(self) -> None:
         """Empty the prefix cache. Holders keep their blocks."""
+        self.num_resets += 1
         self._blank += self._reusable
         self._reusable.clear()
         self._digests.clear()

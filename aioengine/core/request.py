@@ -46,13 +46,15 @@ class Request:
     """Tokens that have to be known and computed before there is a block to offer."""
     num_computed_tokens: int = 0
     """Counted when they are scheduled, not when their result comes."""
+    num_prefill_tokens: int = field(init=False)
+    """Tokens that were known when it last came to wait: no draw before all are computed."""
     num_samples_in_flight: int = 0
     last_plan: int = 0
     """Number of the plan that it was last in."""
 
     def __post_init__(self, max_model_len: int) -> None:
         self.token_ids = list(self.added.token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
         assert 0 < self.num_prompt_tokens <= max_model_len
         assert self.added.params.max_tokens > 0
         self.stop_token_ids = frozenset(self.added.params.stop_token_ids)
@@ -74,6 +76,10 @@ class Request:
     def num_remaining_tokens(self) -> int:
         """What can be scheduled: literals, or with a sample in flight the one token it will be."""
         return len(self.token_ids) + self.num_samples_in_flight - self.num_computed_tokens
+
+    @property
+    def num_prefill_tokens_left(self) -> int:
+        return max(self.num_prefill_tokens - self.num_computed_tokens, 0)
 
     @property
     def may_grow(self) -> bool:
@@ -180,4 +186,5 @@ class Request:
         self.block_ids = []
         self.num_registered_blocks = 0
         self.num_computed_tokens = 0
+        self.num_prefill_tokens = len(self.token_ids)
         self.num_samples_in_flight = 0

@@ -92,6 +92,8 @@ class Scheduler:
         """Empty ones, which are not sent, do not count."""
         self._admitted: list[Key] = []
         self._num_preemptions = 0
+        self._num_prefill_tokens = 0
+        """That are left to compute, of all requests."""
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
         self._last_seq = 0
@@ -110,6 +112,7 @@ class Scheduler:
         assert request.key not in self._requests
         self._requests[request.key] = request
         self._waiting.push(request)
+        self._num_prefill_tokens += request.num_prefill_tokens
 
     def abort(self, source: str, request_id: str) -> None:
         """Frees slot and blocks at once. An unknown id is fine: the request may just have ended."""
@@ -238,6 +241,7 @@ class Scheduler:
         self._running[slot] = request
         self._pool.hold(cached)
         request.enter(slot, next(self._epochs), len(cached), self._pool.block_size)
+        self._num_prefill_tokens -= request.num_computed_tokens
         if self._reads_prefix_cache(request):
             self._prefix_cache_queries += len(request.token_ids)
             self._prefix_cache_hits += request.num_computed_tokens
@@ -270,6 +274,8 @@ class Scheduler:
             request.next_prompt_id(end) if request.wants_prompt_logprobs else -1,
         )
         draft.budget -= end - start
+        if start < request.num_prefill_tokens:
+            self._num_prefill_tokens -= end - start
         if new_block_ids:
             request.block_ids += new_block_ids
         request.num_computed_tokens = end
@@ -365,8 +371,10 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, at its old place; its known tokens will be computed again."""
+        self._num_prefill_tokens -= request.num_prefill_tokens_left
         self._vacate(request)
         self._waiting.push(request)
+        self._num_prefill_tokens += request.num_prefill_tokens
         self._num_preemptions += 1
 
     def _end(
@@ -383,6 +391,7 @@ class Scheduler:
 
     def _remove(self, request: Request) -> None:
         del self._requests[request.key]
+        self._num_prefill_tokens -= request.num_prefill_tokens_left
         if request.slot is None:
             self._waiting.discard(request)
         else:
@@ -414,6 +423,8 @@ class Scheduler:
             prefix_cache_hits=self._prefix_cache_hits,
             last_seq=self._last_seq,
             num_cached_blocks=self._pool.num_reusable,
+            num_prefill_tokens=self._num_prefill_tokens,
+            prefix_cache_epoch=self._pool.num_resets + self.weight_version,
         )
 
     def check_invariants(self) -> None:
@@ -425,6 +436,8 @@ class Scheduler:
             assert request.num_remaining_tokens == 1 or not request.num_samples_in_flight
             num_holders.update(request.block_ids)
         self._pool.check_invariants(num_holders)
+        num_left = sum(request.num_prefill_tokens_left for request in self._requests.values())
+        assert self._num_prefill_tokens == num_left
         assert sorted([*self._running, *self._free_slots]) == list(range(self._num_slots))
         num_slotless = sum(request.slot is None for request in self._requests.values())
         assert num_slotless == len(self._waiting)

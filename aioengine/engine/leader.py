@@ -132,6 +132,7 @@ class Leader:
         if home is not None:
             self._front_end_beats.pause()
         self._deltas: dict[str, list[RequestDelta]] = {source: [] for source in front_ends}
+        self._num_added = dict.fromkeys(front_ends, 0)
         self._last_stats = LoadStats()
         self._tasks: asyncio.TaskGroup
         self._calls: set[asyncio.Task[None]] = set()
@@ -395,6 +396,7 @@ class Leader:
         match command:
             case AddRequest():
                 self._scheduler.add(command, source)
+                self._num_added[source] += 1
             case Abort(request_id=request_id):
                 self._scheduler.abort(source, request_id)
             case ReplicaCall():
@@ -437,7 +439,7 @@ class Leader:
         self._scheduler.abort_source(source)
         self._front_end_beats.forget(source)
         self._front_ends.pop(source).close()
-        del self._deltas[source]
+        del self._deltas[source], self._num_added[source]
 
     def _lose_front_end(self, source: str, reason: str) -> None:
         if source not in self._front_ends:
@@ -464,5 +466,6 @@ class Leader:
         for source, deltas in self._deltas.items():
             ids = tuple([request_id for key, request_id in admitted if key == source])
             if deltas or ids or is_news:
-                self._front_ends[source].send(StepReport(tuple(deltas), stats, ids))
+                report = StepReport(tuple(deltas), stats, ids, self._num_added[source])
+                self._front_ends[source].send(report)
                 deltas.clear()

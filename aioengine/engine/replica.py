@@ -63,6 +63,8 @@ async def open_replica(
         num_blocks=num_blocks - 1,
         block_size=config.block_size,
         max_model_len=max_model_len,
+        num_slots=config.num_slots,
+        enable_prefix_caching=config.enable_prefix_caching,
     )
     return scheduler, ready
 

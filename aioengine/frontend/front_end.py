@@ -85,10 +85,6 @@ class Replica:
     def state(self) -> ReplicaState:
         return "failed" if self.failed_cause else "ready" if self.ready else "starting"
 
-    @property
-    def is_serving(self) -> bool:
-        return self.state == "ready"
-
 
 class FrontEnd:
     """Owns the links to the leaders and the record of every live choice. Loop thread only."""
@@ -103,7 +99,9 @@ class FrontEnd:
         heartbeat_seconds: float,
         on_frozen: Callable[[RankInfo], None],
         restart_count: int = 0,
+        first_replica: int = 0,
     ) -> None:
+        """`first_replica`: where routing begins to rotate."""
         self.restart_count = restart_count
         self.metrics = EngineMetrics(
             len(leaders),
@@ -126,7 +124,7 @@ class FrontEnd:
         self._name = name
         self._max_concurrent = max_concurrent_requests
         self._walltime = walltime
-        self._router = Router()
+        self._router = Router(len(leaders), first_replica)
         self._ids = itertools.count()
         self._open: set[Generation] = set()
         self._num_calls = 0
@@ -190,14 +188,23 @@ class FrontEnd:
                 f"X-data-parallel-rank: {dp_rank} is not one of the {len(self.replicas)} replicas"
             )
         self.check_admission(len(specs))
+        if dp_rank is not None and (cause := self.replicas[dp_rank].failed_cause):
+            raise UnavailableError(cause)
         self._check_walltime(specs)
         generation = Generation([], self._close)
         self._open.add(generation)
         self.idle.clear()
+        prompt, prompt_ids = None, None
         for index, spec in enumerate(specs):
-            replica = self._place(dp_rank)
+            if prompt is None or spec.prompt_ids is not prompt_ids:
+                prompt_ids = spec.prompt_ids
+                prompt = self._router.prompt(prompt_ids, spec.cache_salt)
+            request_id = f"{self._name}-{next(self._ids)}"
+            reads_cache = spec.params.prompt_logprobs is None
+            place = self._router.place(request_id, prompt, reads_cache=reads_cache, pin=dp_rank)
+            replica = self.replicas[place]
             metrics = replica.metrics
-            choice = Choice(f"{self._name}-{next(self._ids)}", index, spec, metrics)
+            choice = Choice(request_id, index, spec, metrics)
             generation.choices.append(choice)
             replica.live[choice.request_id] = (choice, generation)
             if not spec.params.choice_index:
@@ -266,21 +273,12 @@ class FrontEnd:
             "walltime",
         )
 
-    def _place(self, dp_rank: int | None) -> Replica:
-        if dp_rank is None:
-            loads = [len(r.live) if r.is_serving else None for r in self.replicas]
-            dp_rank = self._router.choose(loads)
-            assert dp_rank is not None  # admission checked that a replica serves
-        replica = self.replicas[dp_rank]
-        if replica.failed_cause:
-            raise UnavailableError(replica.failed_cause)
-        return replica
-
     def _close(self, generation: Generation) -> None:
         """Its handler is done: the answer is sent, or the client has left."""
         for choice in generation.choices:
             for replica in self.replicas:
                 if replica.live.pop(choice.request_id, None) is not None:
+                    self._router.ended(replica.dp_rank, choice.request_id)
                     replica.link.send(Abort(choice.request_id))
                     choice.cancel()
         self._open.discard(generation)
@@ -319,11 +317,13 @@ class FrontEnd:
             return
         self._beats.heard(replica.dp_rank)
         match event:
-            case StepReport(deltas=deltas, stats=stats, admitted=admitted):
+            case StepReport(deltas=deltas, stats=stats, admitted=admitted, num_added=num_added):
+                self._router.reported(replica.dp_rank, stats, num_added)
                 self._take_deltas(replica, deltas, admitted)
                 replica.metrics.stats = stats
             case ReplicaReady():
                 replica.ready = event
+                self._router.open(replica.dp_rank, event)
                 self._note_started()
             case ReplicaFailed(cause=cause):
                 self._on_failed(replica, cause)
@@ -358,6 +358,7 @@ class FrontEnd:
                 replica.link.send(Abort(choice.request_id))
             if choice.is_finished:
                 del replica.live[choice.request_id]
+                self._router.ended(replica.dp_rank, choice.request_id)
             awake[generation] = None
         replica.metrics.end_step()
         for generation in awake:
@@ -377,6 +378,7 @@ class FrontEnd:
 
     def _on_gone(self, replica: Replica, cause: str) -> None:
         replica.failed_cause = cause
+        self._router.close(replica.dp_rank)
         self._beats.forget(replica.dp_rank)
         self._fail_live(replica, cause)
         replica.calls.fail(cause)
@@ -408,6 +410,7 @@ class FrontEnd:
         """End every live choice with an error."""
         for replica in self.replicas:
             for choice, _ in replica.live.values():
+                self._router.ended(replica.dp_rank, choice.request_id)
                 replica.link.send(Abort(choice.request_id))
             self._fail_live(replica, cause)
 

@@ -78,4 +78,5 @@ def new_front_end(place: Place, links: Links, on_frozen: Callable[[RankInfo], No
         heartbeat_seconds=place.config.heartbeat_seconds,
         on_frozen=on_frozen,
         restart_count=place.env.restart_count,
+        first_replica=place.layout.coords(place.rank).dp,
     )

@@ -1,45 +1,27 @@
 """The front end over fake leaders: health, routing, records, and how streams end."""
 
 import asyncio
-from typing import Any
 
 import pytest
-from support.fake_leaders import FakeLeader, front_end_with_leaders, sample
+from support.fake_leaders import front_end_with_leaders, sample, serving, spec
 from support.mailbox import settle
 from support.replicas import info
-from support.tiny_model import detokenizer, ids
+from support.tiny_model import ids
 
 from aioengine.control.walltime import RESERVE_S, Walltime
 from aioengine.errors import RequestFailedError
 from aioengine.frontend.front_end import FrontEnd, UnavailableError
-from aioengine.frontend.records import ChoiceSpec, Generation, Update
+from aioengine.frontend.records import Generation, Update
 from aioengine.frontend.states import Health
 from aioengine.messages import (
     Abort,
     AddRequest,
-    ChoiceParams,
     DrainRequested,
     Heartbeat,
     RankInfo,
     RequestDelta,
     Shutdown,
 )
-
-
-def spec(prompt: str = "abc", stop: tuple[str, ...] = (), **fields: Any) -> ChoiceSpec:
-    params = ChoiceParams(max_tokens=50)
-    return ChoiceSpec(
-        prompt_ids=ids(prompt), params=params, detokenizer=detokenizer(*stop), **fields
-    )
-
-
-async def serving(num_replicas: int = 1, limit: int = 100) -> tuple[FrontEnd, list[FakeLeader]]:
-    front_end, leaders = front_end_with_leaders(num_replicas, limit)
-    for leader in leaders:
-        leader.ready()
-    await settle()
-    assert front_end.health == "ok"
-    return front_end, leaders
 
 
 async def rest(generation: Generation) -> list[Update]:
@@ -172,7 +154,7 @@ async def test_what_would_not_end_in_time_is_refused() -> None:
     assert front_end.idle.is_set()
 
 
-# --- admission and routing -----------------------------------------------------------------------
+# --- admission -----------------------------------------------------------------------------------
 
 
 async def test_admission_counts_choices() -> None:
@@ -189,41 +171,6 @@ async def test_admission_counts_choices() -> None:
     assert front_end.num_live == 5
     added = await leader.added(7)
     assert len({request.request_id for request in added}) == 7
-
-
-async def test_the_least_loaded_replica_gets_the_next_and_ties_rotate() -> None:
-    front_end, leaders = await serving(3)
-    for _ in range(6):
-        front_end.generate([spec()])
-    assert [len(replica.live) for replica in front_end.replicas] == [2, 2, 2]
-    front_end.generate([spec(), spec()], dp_rank=0)
-    front_end.generate([spec()], dp_rank=1)
-    front_end.generate([spec()])
-    assert [len(replica.live) for replica in front_end.replicas] == [4, 3, 3]
-    await settle()
-    assert [len(leader.of(AddRequest)) for leader in leaders] == [4, 3, 3]
-
-
-async def test_a_single_request_at_a_time_visits_every_replica() -> None:
-    front_end, leaders = await serving(3)
-    for _ in range(6):
-        async with front_end.generate([spec()]):
-            pass
-    await settle()
-    assert [len(leader.of(AddRequest)) for leader in leaders] == [2, 2, 2]
-
-
-async def test_a_failed_replica_is_avoided_and_pins_to_it_are_refused() -> None:
-    front_end, leaders = await serving(3)
-    leaders[1].fail("lost rank 3")
-    await settle()
-    front_end.generate([spec() for _ in range(8)])
-    assert [len(replica.live) for replica in front_end.replicas] == [4, 0, 4]
-    with pytest.raises(UnavailableError, match="lost rank 3"):
-        front_end.generate([spec()], dp_rank=1)
-    for dp_rank in (-1, 3):
-        with pytest.raises(ValueError, match="not one of the 3 replicas"):
-            front_end.generate([spec()], dp_rank=dp_rank)
 
 
 # --- records -------------------------------------------------------------------------------------

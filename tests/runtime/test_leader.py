@@ -119,6 +119,24 @@ async def test_front_ends_hear_which_of_their_requests_have_a_slot() -> None:
             assert not waiting & {delta.request_id for delta in report.deltas}
 
 
+async def test_each_front_end_hears_how_many_of_its_own_requests_were_taken() -> None:
+    async with running_replica(num_front_ends=2) as replica:
+        one, other = replica.front_ends
+        ready = await one.next(ReplicaReady)
+        assert (ready.num_slots, ready.enable_prefix_caching) == (
+            replica.config.num_slots,
+            replica.config.enable_prefix_caching,
+        )
+        for request_id in "abc":
+            one.send(request(request_id))
+        other.send(request("a"))
+        for request_id in "abc":
+            await one.until_finished(request_id)
+        await other.until_finished("a")
+        assert one.of(StepReport)[-1].num_added == 3
+        assert other.of(StepReport)[-1].num_added == 1
+
+
 async def test_requests_of_a_front_end_that_is_lost_are_aborted() -> None:
     async with running_replica(1, num_front_ends=2) as replica:
         lost, kept = replica.front_ends

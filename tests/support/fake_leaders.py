@@ -4,16 +4,20 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
-from support.mailbox import Mailbox
+from support.mailbox import Mailbox, settle
 from support.replicas import info
+from support.tiny_model import detokenizer, ids
 
 from aioengine.control.channel import Link, MemoryLink
 from aioengine.control.walltime import NO_END, Walltime
 from aioengine.frontend.front_end import FrontEnd
+from aioengine.frontend.records import ChoiceSpec
 from aioengine.messages import (
     Abort,
     AddRequest,
+    ChoiceParams,
     FinishReason,
     FrontEndCommand,
     LoadStats,
@@ -29,17 +33,23 @@ from aioengine.messages import (
 class FakeLeader(Mailbox):
     """Keeps the front end's commands."""
 
-    def ready(self, max_model_len: int = 200, num_ranks: int = 1) -> None:
+    def ready(self, max_model_len: int = 200, num_ranks: int = 1, **fields: Any) -> None:
         ranks = tuple(info(rank) for rank in range(num_ranks))
-        self.send(
-            ReplicaReady(ranks=ranks, num_blocks=64, block_size=16, max_model_len=max_model_len)
+        ready = ReplicaReady(
+            ranks=ranks,
+            num_blocks=64,
+            block_size=16,
+            max_model_len=max_model_len,
+            num_slots=16,
         )
+        self.send(msgspec.structs.replace(ready, **fields))
 
     def fail(self, cause: str) -> None:
         self.send(ReplicaFailed(cause))
 
-    def report(self, *deltas: RequestDelta, **stats: int) -> None:
-        self.send(StepReport(deltas, LoadStats(**stats)))
+    def report(self, *deltas: RequestDelta, num_added: int = 0, **stats: int) -> None:
+        load = {"num_blocks": 64, "num_free_blocks": 64, **stats}
+        self.send(StepReport(deltas, LoadStats(**load), num_added=num_added))
 
     def answer(
         self,
@@ -91,6 +101,24 @@ def front_end_with_leaders(
         on_frozen=frozen.append if frozen is not None else lambda leader: None,
     )
     front_end.start()
+    return front_end, leaders
+
+
+def spec(prompt: str = "abc", stop: tuple[str, ...] = (), **fields: Any) -> ChoiceSpec:
+    """One token per byte."""
+    params = ChoiceParams(max_tokens=50)
+    return ChoiceSpec(
+        prompt_ids=ids(prompt), params=params, detokenizer=detokenizer(*stop), **fields
+    )
+
+
+async def serving(num_replicas: int = 1, limit: int = 100) -> tuple[FrontEnd, list[FakeLeader]]:
+    """All replicas are ready."""
+    front_end, leaders = front_end_with_leaders(num_replicas, limit)
+    for leader in leaders:
+        leader.ready()
+    await settle()
+    assert front_end.health == "ok"
     return front_end, leaders
 
 
