@@ -27,6 +27,8 @@ from aioengine.messages import (
 )
 
 _ONE_PREV: Final = (PREV,)
+_MIN_CHUNK_TOKENS: Final = 256
+"""Of a pipeline's prefill: a token of smaller chunks takes longer."""
 _Ready = tuple[Order, int, Request]
 """A running request, and how many tokens of it can be computed now. Orders are unique."""
 
@@ -139,10 +141,11 @@ class Scheduler:
         scheduling, the running requests alone could fill every plan.
         """
         num_active = len(self._running) + min(len(self._waiting), len(self._free_slots))
+        max_num_requests = -(-num_active // self._num_stages)
         draft = _Draft(
             number=self._num_plans + 1,
-            budget=self._max_num_batched_tokens,
-            max_num_requests=-(-num_active // self._num_stages),
+            budget=self._budget(max_num_requests),
+            max_num_requests=max_num_requests,
             history_budget=self._max_num_batched_tokens,
         )
         rested: deque[_Ready] = deque()
@@ -163,6 +166,18 @@ class Scheduler:
             draft.share_sampled,
             tuple(draft.history),
         )
+
+    def _budget(self, max_num_requests: int) -> int:
+        """Most tokens of the next plan.
+
+        The stages of a pipeline stand idle until the first chunk of a prefill has come to them, and
+        after the last has left: so the less there is to compute, the smaller its chunks, and at any
+        time at least two for each stage.
+        """
+        if self._num_stages == 1:
+            return self._max_num_batched_tokens
+        chunk = max(self._num_prefill_tokens // (2 * self._num_stages), _MIN_CHUNK_TOKENS)
+        return min(self._max_num_batched_tokens, max_num_requests + chunk)
 
     def _continue_running(self, draft: _Draft, ready: deque[_Ready]) -> None:
         """Fill the draft up from `ready`; who finds no block there does not take a place."""

@@ -60,6 +60,53 @@ def test_chunks_of_one_prefill_are_in_flight_together() -> None:
     replica.drain()
 
 
+@pytest.mark.parametrize(
+    ("num_stages", "num_prompts", "chunks"),
+    [
+        (1, 1, [2048, 952]),
+        (2, 1, [751, 563, 422, 317, 257, 257, 257, 176]),
+        (2, 4, [2048, 2048, 1978, 1483, 1112]),
+        (4, 1, [376, 329, 287, 257, 257]),
+    ],
+)
+def test_a_pipeline_computes_what_is_left_in_smaller_chunks(
+    num_stages: int, num_prompts: int, chunks: list[int]
+) -> None:
+    sizes = Sizes(
+        num_blocks=4000,
+        num_slots=4,
+        num_stages=num_stages,
+        max_num_batched_tokens=2048,
+        max_model_len=3100,
+    )
+    replica = Replica(sizes)
+    for first in range(num_prompts):
+        replica.add(tokens(3000, first))
+    found = []
+    while len(found) < len(chunks):
+        if not replica.has_room:
+            replica.apply()
+        found.append(replica.schedule().num_tokens)
+    assert found == chunks
+    replica.drain()
+
+
+def test_decodes_leave_a_pipelines_chunk_its_tokens() -> None:
+    replica = Replica(
+        Sizes(
+            num_stages=2, num_slots=4, max_num_batched_tokens=512, num_blocks=200, max_model_len=600
+        )
+    )
+    for first in range(3):
+        replica.add(tokens(4, first))
+    replica.schedule()
+    replica.apply()
+    replica.add(tokens(400))
+    plan = replica.schedule()
+    assert sum(lengths(plan).values()) == 2 + 256
+    replica.drain()
+
+
 def test_decodes_take_budget_before_prefill_chunks() -> None:
     replica = Replica(Sizes(max_num_batched_tokens=8))
     replica.add(tokens(4))
