@@ -20,7 +20,7 @@ from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.tracer import Tracer
 from aioengine.messages import DrainRequested, RankInfo
 from aioengine.model_config import ModelConfig
-from aioengine.rank.garbage import settle_collector
+from aioengine.rank.interpreter import settle_interpreter
 from aioengine.rank.joining import Links, join_launch
 from aioengine.rank.place import Place
 from aioengine.rank.recording import StepRecorder
@@ -172,4 +172,4 @@ class Rank:
 
 async def _settle_when_ready(engine: Leader | Peer) -> None:
     await engine.ready.wait()
-    settle_collector()
+    settle_interpreter()

@@ -78,12 +78,12 @@ async def test_what_it_generates_and_what_is_refused() -> None:
     assert not engine_threads()
 
 
-async def test_the_programs_garbage_collector_is_left_alone() -> None:
-    before = gc.isenabled(), gc.get_threshold()
+async def test_the_programs_interpreter_is_left_alone() -> None:
+    before = gc.isenabled(), gc.get_threshold(), sys.getswitchinterval()
     num_frozen = gc.get_freeze_count()  # by an import of this test session; some may be freed
     async with running() as engine, engine.active():
         await engine.generate("Once", GREEDY).collect()
-        assert (gc.isenabled(), gc.get_threshold()) == before
+        assert (gc.isenabled(), gc.get_threshold(), sys.getswitchinterval()) == before
         assert gc.get_freeze_count() <= num_frozen
 
 

@@ -28,6 +28,18 @@ from tests.unit.core.device_model import (
 )
 
 
+def tokens(num_tokens: int, first: int = 0) -> tuple[int, ...]:
+    return tuple((first + i) % 11 for i in range(num_tokens))
+
+
+def lengths(plan: StepPlan) -> dict[int, int]:
+    return {step.slot: len(step.token_ids) for step in plan.steps}
+
+
+def slots(plan: StepPlan) -> set[int]:
+    return {step.slot for step in plan.steps}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     num_blocks: int = 65
