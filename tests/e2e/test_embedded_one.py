@@ -206,7 +206,7 @@ JUNK: list[tuple[Any, SamplingParams, str]] = [
     (None, GREEDY, "expected text or token ids, got NoneType"),
     ([1], SamplingParams(temperature=float("nan")), "temperature is nan"),
     ([1], SamplingParams(top_p=2.0), "top_p"),
-    ([1], SamplingParams(max_tokens=10**6), "max_tokens 1000000"),
+    ([1], SamplingParams(max_tokens=10**6), "max_tokens is 1000000"),
     ([1], SamplingParams(temperature="hot"), "temperature"),  # type: ignore[arg-type]
 ]
 
