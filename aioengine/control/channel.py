@@ -6,7 +6,6 @@ the number of plans in flight, and a peer that stops reading is cut off at `MAX_
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -63,8 +62,6 @@ class Connection(asyncio.Protocol):
         self.peer = "?"
         self._on_open = on_open
         self._transport: asyncio.Transport | None = None
-        self._socket: socket.socket | None = None
-        """The transport's socket once more, to read what came before a write failed."""
         self._buffer = bytearray()
         self._frames: deque[bytes] = deque()  # before start: a handshake's few frames
         self._arrived = asyncio.Event()
@@ -87,7 +84,6 @@ class Connection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket = socket.socket(fileno=os.dup(sock.fileno()))
         if self._on_open is not None:
             self._on_open(self)
 
@@ -113,7 +109,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._writable.set()
-        self._read_rest()
+        if exc is not None:
+            self._read_rest()
         self._finish(f"connection closed ({exc})" if exc else "connection closed")
 
     def pause_writing(self) -> None:
@@ -185,16 +182,19 @@ class Connection(asyncio.Protocol):
         """Take what the other side said before it hung up.
 
         A transport whose write fails reads no more, but the kernel still has what came before the
-        reset: a Shutdown, or the cause of a failure.
+        reset: a Shutdown, or the cause of a failure. It closes the socket after `connection_lost`.
         """
-        if self._socket is None:
+        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if sock is None:
             return
-        with self._socket, contextlib.suppress(OSError):
-            while self._closed_reason is None:
-                data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
-                if not data:
-                    break
-                self.data_received(data)
+        while self._closed_reason is None:
+            try:
+                data = os.read(sock.fileno(), READ_BYTES)
+            except OSError:  # nothing more is there, or the reset itself
+                return
+            if not data:
+                return
+            self.data_received(data)
 
     def _take(self, body: bytes) -> None:
         if self._deliver is not None:
