@@ -1,7 +1,6 @@
 """/metrics: the engine's figures, those of HTTP, and those of this process."""
 
-import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, get_args
 
 from aiohttp import hdrs, web
@@ -94,22 +93,22 @@ async def count_requests(request: web.Request, handler: Handler) -> web.StreamRe
 async def metrics(request: web.Request) -> web.Response:
     """Prometheus's text format, whatever was asked for."""
     # Not OpenMetrics: prometheus_client 0.26 turns the colon of our names into an underscore there.
-    # Family by family, so that streams never wait for more than one; /proc is read off the loop.
-    pieces = []
-    for collector in (request.app[API].front_end.metrics, request.app[HTTP_METRICS]):
-        for family in collector.collect():
-            pieces.append(generate_latest(_Family(family)))
-            await asyncio.sleep(0)
-    loop = asyncio.get_running_loop()
-    pieces.append(await loop.run_in_executor(None, generate_latest, PROCESS))
-    return web.Response(body=b"".join(pieces), headers={hdrs.CONTENT_TYPE: TEXT})
+    api = request.app[API]
+    families = [*api.front_end.metrics.collect(), *request.app[HTTP_METRICS].collect()]
+    body = await api.text.run(_render, families)
+    return web.Response(body=body, headers={hdrs.CONTENT_TYPE: TEXT})
 
 
-class _Family:
+def _render(families: Sequence[Metric]) -> bytes:
+    """With the process's own figures, which are read from files."""
+    return generate_latest(_Collected(families)) + generate_latest(PROCESS)
+
+
+class _Collected:
     """A collector of what is collected already."""
 
-    def __init__(self, family: Metric) -> None:
-        self._family = family
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        yield self._family
+        return iter(self._families)
