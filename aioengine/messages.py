@@ -232,7 +232,8 @@ class CallEnded(msgspec.Struct, frozen=True, array_like=True, tag="call_ended"):
     value: bytes = b""
     """msgpack."""
     error_type: str = ""
-    """Name of an EngineError, or of what the method raised; empty when there was no error."""
+    """Empty when there was no error; else the name of an EngineError, or of what the method
+    raised."""
     message: str = ""
     where: str = ""
     """Rank and method, where a method raised."""
@@ -298,7 +299,8 @@ class SlotStep(msgspec.Struct, frozen=True, array_like=True):
     sample: bool
     """Draw the token that follows the last of `token_ids`."""
     next_prompt_id: int = -1
-    """The prompt token after the last of `token_ids`, where prompt logprobs need it."""
+    """The prompt token after the last of `token_ids`, where prompt logprobs need it and the step
+    does not hold it."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
@@ -309,7 +311,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     share_sampled: bool = False
     """Hand the sampled ids to the ranks that embed, so that a later plan may say PREV."""
     history: tuple[SlotHistory, ...] = ()
-    """For the output rank only. At most `--max-num-batched-tokens` ids."""
+    """For the output rank only; the executor leaves it out for the others. At most
+    `--max-num-batched-tokens` ids."""
 
     def without_history(self) -> "StepPlan":
         return StepPlan(self.new_slots, self.steps, self.share_sampled)
@@ -440,61 +443,3 @@ PeerEvent = (
     | RemoteReply
     | RemoteFailed
 )
-
-
-# --- handshake and bootstrap --------------------------------------------------------------------
-
-Role = Literal["member", "peer", "front_end", "probe", "trace"]
-"""`probe`: a connection of `aioengine doctor`. `trace`: a front end that asks a trace thread."""
-
-
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First frame of the dialling side; `nonce` is fresh for each connection."""
-
-    rank: int
-    role: Role
-    nonce: bytes
-
-
-class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
-    nonce: bytes
-    proof: bytes
-
-
-class Proof(msgspec.Struct, frozen=True, tag="proof"):
-    proof: bytes
-
-
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The accepting side is satisfied; the connection now carries its role's messages."""
-
-
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    reason: str
-
-
-class Endpoint(msgspec.Struct, frozen=True):
-    host: str
-    port: int
-
-
-class Member(msgspec.Struct, frozen=True, kw_only=True, tag="member"):
-    """Every rank to rank 0, once."""
-
-    info: RankInfo
-    node: str
-    endpoint: Endpoint | None
-    """Where a leader listens for its peers and front ends."""
-    config: bytes
-    """The JSON form of its EngineConfig, to be compared field by field."""
-    trace: Endpoint | None = None
-    """Where its trace thread listens."""
-
-
-class Roster(msgspec.Struct, frozen=True, kw_only=True, tag="roster"):
-    """Rank 0 to every rank, when all are there. Indexed by rank."""
-
-    members: tuple[Member, ...]
-
-
-HandshakeMessage = Hello | Challenge | Proof | Welcome | Refused | Member | Roster

@@ -1,4 +1,4 @@
-"""What front ends ask trace threads, and what those answer. Beside `messages.py`, which is full."""
+"""What front ends ask trace threads, and what those answer."""
 
 from typing import Final
 

@@ -15,8 +15,9 @@ from aioengine.api.context import API, Api
 from aioengine.api.errors import ApiError, invalid
 from aioengine.api.outputs import json_response
 from aioengine.frontend.tracer import RecordingError
+from aioengine.handshake_messages import Member
 from aioengine.limits import MAX_RECORDED_SECONDS, MAX_RECORDED_STEPS
-from aioengine.messages import Heartbeat, Member
+from aioengine.messages import Heartbeat
 from aioengine.trace_messages import (
     DEFAULT_RECORDED_SECONDS,
     DEFAULT_RECORDED_STEPS,

@@ -22,7 +22,7 @@ from aioengine.control.channel import Connection
 from aioengine.control.deadline import VERDICT_GRACE_S, Deadline
 from aioengine.control.handshake import Listener, attempt_key, dial, receive_message
 from aioengine.errors import HandshakeError, StartupError, StartupTimeoutError
-from aioengine.messages import Endpoint, Member, Refused, Role, Roster
+from aioengine.handshake_messages import Endpoint, Member, Refused, Role, Roster
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -22,8 +22,7 @@ import msgspec
 
 from aioengine.control.channel import Connection
 from aioengine.errors import HandshakeError, StartupError
-from aioengine.limits import HANDSHAKE_TIMEOUT_S, MAX_HANDSHAKE_FRAME_BYTES
-from aioengine.messages import (
+from aioengine.handshake_messages import (
     Challenge,
     Endpoint,
     HandshakeMessage,
@@ -33,6 +32,7 @@ from aioengine.messages import (
     Role,
     Welcome,
 )
+from aioengine.limits import HANDSHAKE_TIMEOUT_S, MAX_HANDSHAKE_FRAME_BYTES
 
 log = logging.getLogger(__name__)
 decode_handshake = msgspec.msgpack.Decoder(HandshakeMessage).decode

@@ -17,8 +17,8 @@ from aioengine.control.handshake import ControlPort
 from aioengine.control.loop_watch import LoopWatch
 from aioengine.control.stacks import stacks_of_threads
 from aioengine.errors import EngineError, HandshakeError, StartupError
+from aioengine.handshake_messages import Endpoint, Hello
 from aioengine.limits import MAX_TRACE_QUESTION_BYTES
-from aioengine.messages import Endpoint, Hello
 from aioengine.timeline.clock import own_clock
 from aioengine.trace_messages import (
     AskClock,

@@ -20,7 +20,7 @@ from aioengine.dist.worlds import (
 )
 from aioengine.doctor.messages import LARGE_BYTES, LATENCY_BYTES, Device, Timing
 from aioengine.errors import StartupError
-from aioengine.messages import Endpoint
+from aioengine.handshake_messages import Endpoint
 from aioengine.rank.place import Place
 from aioengine.worker.device import device_id, select_device, set_cpu_threads
 

@@ -27,8 +27,9 @@ from aioengine.doctor.messages import (
     Target,
     Timing,
 )
+from aioengine.handshake_messages import Endpoint
 from aioengine.layout import Axis, ParallelLayout
-from aioengine.messages import Endpoint, RankInfo
+from aioengine.messages import RankInfo
 
 log = logging.getLogger(__name__)
 

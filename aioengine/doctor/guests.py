@@ -24,7 +24,7 @@ from aioengine.doctor.messages import (
     StoreOpened,
     Verdict,
 )
-from aioengine.messages import Hello
+from aioengine.handshake_messages import Hello
 
 NUM_EXCHANGES: Final = 8
 """Of time stamps with each rank."""

@@ -14,7 +14,7 @@ from typing import Final
 
 from aioengine.dist.interface import interface_of
 from aioengine.doctor.messages import Facts
-from aioengine.messages import Endpoint
+from aioengine.handshake_messages import Endpoint
 from aioengine.rank.place import Place
 from aioengine.worker.memory import free_cpu_bytes
 

@@ -14,8 +14,8 @@ from aioengine.control.handshake import NONCE_BYTES, prove
 from aioengine.doctor.meeting import reception
 from aioengine.doctor.messages import MAX_FRAME_BYTES, Cell, Target
 from aioengine.errors import HandshakeError
+from aioengine.handshake_messages import Endpoint, Hello
 from aioengine.limits import MAX_HANDSHAKE_FRAME_BYTES
-from aioengine.messages import Endpoint, Hello
 
 ALL_PAIRS_UP_TO: Final = 64
 """Ranks of a launch in which every rank dials every other one."""

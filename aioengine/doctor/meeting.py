@@ -21,7 +21,7 @@ from aioengine.control.channel import Connection
 from aioengine.control.handshake import ControlPort, attempt_key, dial
 from aioengine.doctor.messages import MAX_FRAME_BYTES, Facts
 from aioengine.errors import HandshakeError, RankLostError, StartupError, StartupTimeoutError
-from aioengine.messages import Endpoint, Hello
+from aioengine.handshake_messages import Endpoint, Hello
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from aioengine.messages import Endpoint
+from aioengine.handshake_messages import Endpoint
 
 MAX_FRAME_BYTES: Final = 2**20
 """The largest frame is a rank's facts, or the cells of one row of the TCP matrix."""

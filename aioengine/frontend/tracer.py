@@ -11,8 +11,8 @@ import msgspec
 from aioengine.control.channel import Connection
 from aioengine.control.handshake import dial
 from aioengine.errors import EngineError, HandshakeError, innermost
+from aioengine.handshake_messages import Member
 from aioengine.limits import MAX_TRACE_ANSWER_BYTES
-from aioengine.messages import Member
 from aioengine.timeline.clock import SAME_CLOCK, ClockOffset, estimate, own_clock
 from aioengine.trace_messages import (
     AskClock,

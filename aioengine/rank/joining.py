@@ -16,8 +16,9 @@ from aioengine.control.channel import Link, MemoryLink
 from aioengine.control.deadline import VERDICT_GRACE_S
 from aioengine.dist.rendezvous import open_launcher_store
 from aioengine.errors import StartupTimeoutError
+from aioengine.handshake_messages import Endpoint, Member, Roster
 from aioengine.limits import max_frame_bytes
-from aioengine.messages import Endpoint, Member, RankInfo, Roster
+from aioengine.messages import RankInfo
 from aioengine.model_config import ModelConfig
 from aioengine.rank.place import Place
 

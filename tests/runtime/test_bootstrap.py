@@ -14,7 +14,8 @@ from aioengine.control.bootstrap import Answer, answer_hellos, run_in_daemon_thr
 from aioengine.control.channel import frame
 from aioengine.control.handshake import attempt_key, dial
 from aioengine.errors import HandshakeError, StartupError, StartupTimeoutError
-from aioengine.messages import Endpoint, Roster, Shutdown
+from aioengine.handshake_messages import Endpoint, Roster
+from aioengine.messages import Shutdown
 
 SHORT = msgspec.structs.replace(CONFIG, startup_timeout_seconds=0.3)
 SECRET = b"job secret"

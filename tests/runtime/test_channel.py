@@ -12,7 +12,8 @@ from support.mailbox import Mailbox, settle
 
 from aioengine.control import channel
 from aioengine.control.channel import Connection, MemoryLink, frame
-from aioengine.messages import Abort, Endpoint, FrontEndCommand, Goodbye, PeerEvent, Shutdown
+from aioengine.handshake_messages import Endpoint
+from aioengine.messages import Abort, FrontEndCommand, Goodbye, PeerEvent, Shutdown
 
 MESSAGES = [Abort("a"), Abort("é" * 70), Shutdown(), Abort("")]
 WIRE = b"".join(map(frame, MESSAGES))

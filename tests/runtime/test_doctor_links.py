@@ -12,7 +12,7 @@ from support.connections import HOST
 from aioengine.control.handshake import attempt_key
 from aioengine.doctor.links import ALL_PAIRS_UP_TO, NUM_STRIDES, EchoDesk, dial_all, partners
 from aioengine.doctor.messages import Target
-from aioengine.messages import Endpoint
+from aioengine.handshake_messages import Endpoint
 
 KEY = attempt_key(b"secret", "attempt")
 

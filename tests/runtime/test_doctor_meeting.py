@@ -31,7 +31,7 @@ from aioengine.doctor.meeting import (
     watch_notes,
 )
 from aioengine.errors import HandshakeError, RankLostError, StartupError, StartupTimeoutError
-from aioengine.messages import Endpoint, Hello
+from aioengine.handshake_messages import Endpoint, Hello
 
 SECRET = b"secret of rank 0"
 LIMIT_S = 5.0

@@ -23,14 +23,13 @@ from aioengine.control.handshake import Listener, attempt_key, dial
 from aioengine.engine import leader as leader_module
 from aioengine.engine.device import JobError
 from aioengine.errors import HandshakeError, StartupError, StartupTimeoutError
+from aioengine.handshake_messages import Endpoint, Proof
 from aioengine.limits import MAX_HANDSHAKE_FRAME_BYTES
 from aioengine.messages import (
     Abort,
-    Endpoint,
     FrontEndCommand,
     Ordered,
     PeerEvent,
-    Proof,
     ReplicaFailed,
     ReplicaReady,
     Shutdown,

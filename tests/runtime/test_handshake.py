@@ -14,8 +14,9 @@ from aioengine.control import handshake
 from aioengine.control.channel import Connection, frame
 from aioengine.control.handshake import Listener, attempt_key, dial
 from aioengine.errors import HandshakeError
+from aioengine.handshake_messages import Challenge, Endpoint, Hello, Proof, Refused, Role, Welcome
 from aioengine.limits import MAX_HANDSHAKE_FRAME_BYTES
-from aioengine.messages import Challenge, Endpoint, Hello, Proof, Refused, Role, Shutdown, Welcome
+from aioengine.messages import Shutdown
 
 KEY = attempt_key(b"secret", "attempt 1")
 OTHER_KEYS = [

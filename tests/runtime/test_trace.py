@@ -21,8 +21,9 @@ from aioengine.control.trace import TraceThread
 from aioengine.errors import HandshakeError
 from aioengine.frontend import tracer as tracer_module
 from aioengine.frontend.tracer import Tracer
+from aioengine.handshake_messages import Endpoint, Member
 from aioengine.limits import MAX_TRACE_QUESTION_BYTES
-from aioengine.messages import Endpoint, Heartbeat, Member
+from aioengine.messages import Heartbeat
 from aioengine.trace_messages import AskStacks, AskState, HeardBeat, RankStacks
 
 ADMIN_KEY = "open sesame"

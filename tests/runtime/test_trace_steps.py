@@ -14,8 +14,8 @@ from support.traces import HOST, KEY, FakeSteps, trace_thread
 from aioengine.control.handshake import dial
 from aioengine.frontend import tracer as tracer_module
 from aioengine.frontend.tracer import RecordedRank, RecordingError, Tracer
+from aioengine.handshake_messages import Endpoint, Member
 from aioengine.layout import ParallelLayout
-from aioengine.messages import Endpoint, Member
 from aioengine.timeline.clock import SAME_CLOCK
 from aioengine.timeline.probe import Kind
 from aioengine.trace_messages import AskSteps

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from aioengine.control.channel import Connection, frame
-from aioengine.messages import Endpoint, HandshakeMessage
+from aioengine.handshake_messages import Endpoint, HandshakeMessage
 
 HOST = "127.0.0.1"
 MAX_FRAME_BYTES = 2**25

@@ -6,8 +6,8 @@ import msgspec
 
 from aioengine.doctor.examination import Clock, Examination, Person
 from aioengine.doctor.messages import Cell, Device, Facts
+from aioengine.handshake_messages import Endpoint
 from aioengine.layout import ParallelLayout
-from aioengine.messages import Endpoint
 
 GIB = 2**30
 NUM_CORES = 16

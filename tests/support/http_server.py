@@ -20,8 +20,9 @@ from aioengine.control.walltime import NO_END, Walltime
 from aioengine.frontend.front_end import FrontEnd
 from aioengine.frontend.text import TextPool
 from aioengine.frontend.tracer import Tracer
+from aioengine.handshake_messages import Member
 from aioengine.layout import ParallelLayout
-from aioengine.messages import AddRequest, FinishReason, Member
+from aioengine.messages import AddRequest, FinishReason
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -11,7 +11,8 @@ from support.connections import HOST
 from aioengine.config import EngineConfig
 from aioengine.control.bootstrap import Bootstrap, Seat
 from aioengine.control.deadline import Deadline
-from aioengine.messages import Endpoint, Member, RankInfo, Roster
+from aioengine.handshake_messages import Endpoint, Member, Roster
+from aioengine.messages import RankInfo
 
 CONFIG = EngineConfig(startup_timeout_seconds=5.0)
 

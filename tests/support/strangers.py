@@ -12,7 +12,8 @@ from torch.distributed import TCPStore
 
 from aioengine.control.bootstrap import Answer
 from aioengine.control.channel import frame
-from aioengine.messages import Endpoint, Hello, Proof, Shutdown, Welcome
+from aioengine.handshake_messages import Endpoint, Hello, Proof, Welcome
+from aioengine.messages import Shutdown
 
 LIMIT_S = 30.0
 HELLO = Hello(rank=1, role="member", nonce=b"n" * 32)

@@ -11,7 +11,8 @@ from support.replicas import info
 from aioengine.control.loop_watch import LoopWatch
 from aioengine.control.trace import TraceThread
 from aioengine.errors import EngineError
-from aioengine.messages import Heartbeat, Member
+from aioengine.handshake_messages import Member
+from aioengine.messages import Heartbeat
 from aioengine.trace_messages import AskSteps, RankState, RecordedSteps
 
 KEY = b"the key of this attempt"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioengine import messages
+from aioengine import handshake_messages, messages
 from aioengine.messages import NewSlot, Ordered, SlotParams, SlotStep, StepPlan
 
 UNIONS = {
@@ -16,7 +16,7 @@ UNIONS = {
     "LeaderEvent": messages.LeaderEvent,
     "PeerCommand": messages.PeerCommand,
     "PeerEvent": messages.PeerEvent,
-    "HandshakeMessage": messages.HandshakeMessage,
+    "HandshakeMessage": handshake_messages.HandshakeMessage,
 }
 MEMBERS = [
     pytest.param(union, member, id=f"{name}-{member.__name__}")
@@ -86,7 +86,8 @@ def test_a_damaged_frame_is_an_error_or_a_message(
 
 
 def test_messages_are_frozen() -> None:
-    kinds = [kind for kind in vars(messages).values() if isinstance(kind, type)]
+    named = [*vars(messages).values(), *vars(handshake_messages).values()]
+    kinds = [kind for kind in named if isinstance(kind, type)]
     structs = [kind for kind in kinds if issubclass(kind, msgspec.Struct)]
     assert structs
     assert [struct for struct in structs if not struct.__struct_config__.frozen] == []
