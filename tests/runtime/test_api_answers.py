@@ -133,6 +133,13 @@ async def test_defaults(fields: dict[str, Any], attribute: str, value: object) -
         assert getattr(added.params, attribute) == value
 
 
+def author_chose(server: Served, **choices: Any) -> None:
+    """What a generation_config.json says."""
+    assert server.api.model is not None
+    config = msgspec.structs.replace(server.api.model.config, **choices)
+    server.api.model = replace(server.api.model, config=config)
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -151,9 +158,7 @@ async def test_the_model_s_own_defaults_fill_what_a_request_leaves_out(
         temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, repetition_penalty=1.25
     )
     async with serving() as server:
-        assert server.api.model is not None
-        config = msgspec.structs.replace(server.api.model.config, default_sampling=chosen)
-        server.api.model = replace(server.api.model, config=config)
+        author_chose(server, default_sampling=chosen)
         await asked(server, COMPLETIONS, {**PROMPT, **fields}, "x")
         (added,) = await server.leader.added()
         fields_sent = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -180,9 +185,7 @@ async def test_answers_for_which_no_length_was_asked(
     """The author's number is a default; what a request asks for is never cut short."""
     base = PROMPT if path == COMPLETIONS else MESSAGES
     async with serving() as server:
-        assert server.api.model is not None
-        config = msgspec.structs.replace(server.api.model.config, default_max_tokens=author)
-        server.api.model = replace(server.api.model, config=config)
+        author_chose(server, default_max_tokens=author)
         await asked(server, path, {**base, **fields}, "x")
         (added,) = await server.leader.added()
         assert added.params.max_tokens == expected
